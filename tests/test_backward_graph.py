@@ -404,7 +404,7 @@ def test_a_freed_graph() -> None:
     loss.backward()
     with pytest.raises(
         ValueError,
-        match=r"backward has run over this graph and freed what \d+ of its \d+ nodes had saved",
+        match=r"backward has run over this graph and freed the saved tensors of \d+ of its \d+ nodes",
     ):
         torchwhere.backward_graph(loss)
     graph = torchwhere.backward_graph(loss, freed=True)

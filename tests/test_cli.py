@@ -791,8 +791,8 @@ def test_wrong_calls() -> None:
             torchwhere.phase(name)  # type: ignore[arg-type]
     for number in (-1, 1.5, "2", file_format.NO_STEP):
         expected = (
-            f"step({number!r}): expected a step number of 0 or more, below 4294967295, or nothing"
-            " for the next one"
+            f"step({number!r}): expected a step number of 0 or more, below 4294967295, or no"
+            " argument for the next step"
         )
         expected = re.escape(expected)
         with pytest.raises(ValueError, match=f"^{expected}$"):

@@ -341,7 +341,7 @@ def test_existing_files_stay(jobs: Path, tmp_path: Path) -> None:
     export(jobs / "straggler", out=target)
     with pytest.raises(
         TorchwhereError,
-        match=r"events.parquet is there already: give another name, or --force to replace it$",
+        match=r"events.parquet exists: give another name, or --force to replace it$",
     ):
         export(jobs / "swapped", out=target)
     assert len(rows(target, 15)) > 0
@@ -353,7 +353,7 @@ def test_existing_files_stay(jobs: Path, tmp_path: Path) -> None:
     (tmp_path / "file.parquet").write_text("dear")
     for name in ("mine.parquet", "mine.jsonl", "other.parquet", "file.parquet"):
         with pytest.raises(
-            TorchwhereError, match=r"is there already, and is no export: give another name$"
+            TorchwhereError, match=r"exists and is not an export: give another name$"
         ):
             export(jobs / "swapped", out=tmp_path / name, force=True)
     assert len(list(tmp_path.glob("*/thesis.tex"))) == 3
@@ -379,7 +379,7 @@ def test_the_command(jobs: Path, tmp_path: Path) -> None:
     first, second = out.splitlines()
     assert re.fullmatch(rf"\d+ events of 1 rank in {target} \([\d,]+ bytes\)", first)
     assert re.fullmatch(
-        r"  not there: [\d,]+ older events, overwritten in the rings \(see --records\)", second
+        r"  not exported, overwritten in the ring \(see --records\): [\d,]+ older events", second
     )
     code, out, _ = command(jobs / "swapped", "-o", target, "--rank", 3, "--force", "--json")
     said = json.loads(out)
@@ -414,7 +414,10 @@ def test_bad_input(jobs: Path, tmp_path: Path) -> None:
         ((tmp_path / "empty", "-o", "x.parquet"), f"{tmp_path}/empty holds no black box (*.box)."),
         (
             (run, "-o", "x.csv"),
-            "cannot tell what to write to x.csv: a name ends with .parquet, .jsonl, .jsonl.gz",
+            (
+                "cannot tell the format of x.csv: its name must end with one of .parquet, .jsonl,"
+                " .jsonl.gz"
+            ),
         ),
         ((run, "-o", tmp_path / "x.parquet", "--rank", 99), f"{run} has no box of rank 99"),
         ((run, "-o", tmp_path / "file" / "x.parquet"), f"cannot write {tmp_path}/file/x.parquet: "),

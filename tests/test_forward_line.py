@@ -189,7 +189,7 @@ def test_a_debugger_is_not_pushed_aside() -> None:
         with (
             pytest.raises(
                 torchwhere.TorchwhereError,
-                match=r"^forward_lines\(\): something else traces this thread already",
+                match=r"^forward_lines\(\): a debugger or a coverage tool already traces this thread",
             ),
             torchwhere.forward_lines(),
         ):

@@ -523,6 +523,17 @@ def test_a_file_that_is_no_snapshot(counted: torchwhere.comms, tmp_path: Path) -
         assert str(wrong.value).startswith(f"{tmp_path}/other: {said}")
 
 
+def test_a_snapshot_that_cannot_be_written(counted: torchwhere.comms, tmp_path: Path) -> None:
+    """The error names the snapshot, and the file where its folder should be."""
+    (tmp_path / "file").touch()
+    with pytest.raises(torchwhere.TorchwhereError) as raised:
+        counted.snapshot(tmp_path / "file" / "golden.json")
+    assert (
+        str(raised.value)
+        == f"cannot write {tmp_path}/file/golden.json: {tmp_path}/file is not a folder"
+    )
+
+
 def test_snapshot_keeps_what_a_collective_is_for(two_ranks: Pool, tmp_path: Path) -> None:
     """The units and buckets that collectives serve are part of a snapshot, and survive the file."""
     two_ranks.run(_ddp_snapshot, str(tmp_path))

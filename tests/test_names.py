@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchwhere
 from models import Block, Model, batch
 from rank_pool import Pool
-from torchwhere.api.names import UnknownNameError, known
+from torchwhere.api.names import UnknownNameError, names_of_live_models
 from torchwhere.model.module_names import NameTable
 from torchwhere.model.module_walk import walk
 from torchwhere.model.outermost import topmost
@@ -180,12 +180,12 @@ def test_what_is_not_in_the_model() -> None:
             "Tied has no module, parameter or buffer 'head.weight.x'; did you mean 'head.weight'?"
         ),
         stranger: (
-            "this Linear is in no part of Tied; ask torchwhere.names() of the model that it"
+            "this Linear is not part of Tied; call torchwhere.names() with the model that it"
             " belongs to"
         ),
         stranger.weight: (
-            "this Parameter of shape (3, 2) is in no part of Tied; "
-            "ask torchwhere.names() of the model that it belongs to"
+            "this Parameter of shape (3, 2) is not part of Tied; "
+            "call torchwhere.names() with the model that it belongs to"
         ),
     }
     for key, text in texts.items():
@@ -199,9 +199,9 @@ def test_what_is_not_in_the_model() -> None:
         names.facts(stranger.weight)
     del model
     gc.collect()
-    with pytest.raises(KeyError, match=r"^the model \(Tied\) that these names were of is gone$"):
+    with pytest.raises(KeyError, match=r"^the model \(Tied\) of these names was deleted$"):
         names["head"]
-    assert repr(names) == "<Names of Tied, gone: 0 modules, 0 parameters, 0 buffers>"
+    assert repr(names) == "<Names of Tied, deleted: 0 modules, 0 parameters, 0 buffers>"
 
 
 @pytest.mark.parametrize("thing", [None, "model", Model, [Model()], torch.ones(1)])
@@ -212,7 +212,7 @@ def test_names_of_something_else(thing: Any) -> None:
     assert (
         str(raised.value)
         == f"names(model): expected a torch.nn.Module, got {type(thing).__name__}. "
-        "Give it the model itself, or what DDP, FSDP, torch.compile or DeepSpeed made of it."
+        "Pass the model, or the wrapper that DDP, FSDP, torch.compile or DeepSpeed made."
     )
     names = torchwhere.names(Model())
     with pytest.raises(
@@ -232,7 +232,7 @@ def test_names_hold_nothing_alive() -> None:
     """Neither the names nor their caches keep a model, or a replaced part of it, in memory."""
     model = Model()
     names = torchwhere.names(model)
-    assert names in known()
+    assert names in names_of_live_models()
     part = weakref.ref(model.head)
     model.head = nn.Linear(8, 2)
     gc.collect()
@@ -242,7 +242,7 @@ def test_names_hold_nothing_alive() -> None:
     del model
     gc.collect()
     assert whole() is None
-    assert names not in known()
+    assert names not in names_of_live_models()
 
 
 def test_facts_of_a_plain_model() -> None:
@@ -281,7 +281,7 @@ def test_names_as_text_and_as_data() -> None:
     names = torchwhere.names(model := Tied())
     lines = str(names).splitlines()
     assert lines[0] == repr(names) == "<Names of Tied: 8 modules, 9 parameters, 3 buffers>"
-    assert lines[1].split() == ["name", "what", "shape", "numel", "dtype", "device", "also"]
+    assert lines[1].split() == ["name", "type", "shape", "numel", "dtype", "device", "also"]
     assert re.split(r"  +", lines[2]) == ["<root>", "Tied"]
     assert re.split(r"  +", next(line for line in lines if line.startswith("head.weight"))) == [
         *("head.weight", "parameter", "[8, 8]", "64", "float32", "cpu", "tied.weight")
@@ -408,7 +408,7 @@ def test_fsdp1(two_ranks: Pool, use_orig_params: bool) -> None:
         )
         assert flat["local_numel"] == -(-flat["numel"] // 2)
         assert answer["described"][0].startswith(
-            "flat parameter _flat_param: [216] float32 cpu, [108] of it here, holds "
+            "flat parameter _flat_param: [216] float32 cpu, [108] on this rank, holds "
         )
         if use_orig_params:
             assert answer["described"][1].startswith(
@@ -472,7 +472,7 @@ def test_fsdp2_and_tensor_parallel(two_ranks: Pool) -> None:
         assert answer["old"] == []  # it belongs to no model any more
         assert (
             answer["described"]
-            == "DTensor parameter head.weight: [8, 8] float32 cpu, [4, 8] of it here, Shard(0) on"
+            == "DTensor parameter head.weight: [8, 8] float32 cpu, [4, 8] on this rank, Shard(0) on"
             " dp=2, requires grad"
         )
         assert "on dp=2: Shard(0), unit layers.0" in answer["table"]

@@ -684,6 +684,6 @@ def test_phases_before_any_watch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert done.stdout.splitlines() == [
         "no phase was recorded",
-        "nobody has watched this process yet: with torchwhere.watch(): ...",
+        "this process has not been watched yet; use: with torchwhere.watch(): ...",
         "0 <Phases: 0 phases of 0 ranks>",
     ]

@@ -480,7 +480,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "file" / "log_rank_0.txt"
     assert (
         str(raised.value)
-        == f"{path} cannot be written: File exists. Choose another folder with folder=..."
+        == f"cannot write {path}: File exists. Choose another folder with folder=..."
     )
     for rank in (-1, "0", True):
         with pytest.raises(ValueError, match=r"^rank=.*: expected a rank, counted from 0$"):
@@ -495,8 +495,8 @@ def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     path = tmp_path / "log_rank_0.txt"
     assert [record.getMessage() for record in caplog.records] == [
         (
-            f"torchwhere: {path} cannot be written (No space left on device): lines are lost, the job"
-            " goes on"
+            f"torchwhere: cannot write {path} (No space left on device): lines are lost, the job"
+            " continues"
         )
     ]
 
@@ -570,7 +570,7 @@ def test_the_handler_writes_whole_to_a_stream(
         logger.error("said")
     assert stream.getvalue() == "[rank 1] ERROR job: said\n[rank 2] ERROR job: said\n"
     with pytest.raises(
-        ValueError, match=r"^RankHandler\(file=..., folder=...\): records go to one or the other$"
+        ValueError, match=r"^RankHandler\(file=..., folder=...\): give only one of them$"
     ):
         torchwhere.RankHandler(file=stream, folder=".")
 
@@ -618,4 +618,4 @@ def test_a_handler_that_cannot_write_does_not_fail_the_job(
     (tmp_path / "file").touch()
     logger.addHandler(torchwhere.RankHandler(folder=tmp_path / "file"))
     logger.error("lost")
-    assert "cannot be written: File exists" in capsys.readouterr().err
+    assert ": File exists. Choose another folder with folder=..." in capsys.readouterr().err

@@ -1,4 +1,4 @@
 """The functions that users call, one file for each question.
 
-Entry point: `torchwhere/__init__.py` imports each of them when it is first used.
+Entry point: `torchwhere/__init__.py` imports each function when a program first uses it.
 """

@@ -1,7 +1,7 @@
-"""What a program says and asks while it is watched: `where()`, `step()`, `note()`, `phase()`.
+"""The functions that a watched program calls: `where()`, `step()`, `note()`, `phase()`.
 
-Each does nothing while nobody watches and while dynamo traces, and what goes wrong in it never
-reaches the program.
+They do nothing without a watch and while dynamo traces. Their own errors never reach the program;
+only a wrong argument raises.
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from torchwhere.recorder import identity
 
 @_torch.unseen
 def where() -> Place:
-    """The place of the calling thread, now. Without a watch: the rank, and that nothing is
-    known."""
+    """Return the current place of the calling thread.
+
+    Returns:
+        The step, pass, module and line. Without a watch only the rank is known, and `certainty` is
+        `unknown`.
+
+    Example:
+        place = torchwhere.where()
+        print(place)  # rank 0, step 12, forward of layers.3.mlp, train.py:48
+    """
     session = current()
     if session is None:
         return Place(
@@ -34,17 +42,28 @@ def where() -> Place:
 
 
 def step(number: int | None = None) -> None:
-    """Say that a training step begins: `number`, or the next one (0 at first). Optimizers no longer
-    count steps then."""
+    """Mark the beginning of a training step. From then on, optimizers no longer count the steps.
+
+    Args:
+        number: The number of the step. Without it, the next number; the first step is 0.
+
+    Raises:
+        ValueError: `number` is not an integer of 0 or more, or it is too large for a box.
+
+    Example:
+        for number, batch in enumerate(loader):
+            torchwhere.step(number)
+            train(batch)
+    """
     if number is not None and (not isinstance(number, int) or not 0 <= number < NO_STEP):
         raise ValueError(
-            f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or nothing"
-            " for the next one"
+            f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or no"
+            " argument for the next step"
         )
     session = current()
     if session is not None and not is_dynamo_compiling():
         recorder = session.recorder
-        # the first time, what has been running since the start is the step that begins
+        # the first call names the step that has been running since the start of the watch
         if number is None:
             number = recorder.step + recorder.step_is_users
         recorder.step_is_users = True
@@ -53,21 +72,40 @@ def step(number: int | None = None) -> None:
 
 
 def note(text: str, /, **fields: Any) -> None:
-    """Leave a note at this place, with any fields that JSON can hold. Does nothing while nobody
-    watches."""
+    """Record a note at the current place. Does nothing without a watch.
+
+    Args:
+        text: The text of the note.
+        **fields: Further values, of any type that JSON can hold.
+
+    Example:
+        torchwhere.note("loss spike", loss=loss.item(), batch=index)
+    """
     session = current()
     if session is not None and not is_dynamo_compiling():
         quietly(session.recorder.note, str(text), fields, frame=python_stack.caller(0))
 
 
-class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):`
-    """A named part of a step: a context manager and a decorator. Nested as you like; on any thread,
-    and in coroutines.
+class phase:  # noqa: N801 - called like a function: `with phase("data"):`
+    """A named part of a step: a context manager and a decorator.
 
-    One object may be used as often as you like, inside itself and on many threads at once. A
-    coroutine function that is decorated is timed from its beginning to its end, what it awaits
-    included; a generator function each time it runs, from being asked for an item until it gives
-    one.
+    Phases can be nested, and they work on any thread and in coroutines. One object can be used many
+    times, also inside itself and on several threads at once. For a decorated coroutine function,
+    the phase lasts from its beginning to its end, including the time it awaits. For a decorated
+    generator function, it lasts while the generator computes an item, not while its caller uses it.
+
+    Args:
+        name: The name of the phase.
+
+    Raises:
+        ValueError: `name` is empty or not a string.
+
+    Example:
+        with torchwhere.phase("data"):
+            batch = next(loader)
+
+        @torchwhere.phase("evaluate")
+        def evaluate(model): ...
     """
 
     __slots__ = ("_name",)
@@ -80,7 +118,7 @@ class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):
     def __repr__(self) -> str:
         return f"phase({self._name!r})"
 
-    # Dynamo is asked first: it then leaves no guard on whether somebody watches.
+    # The check for dynamo comes first: otherwise dynamo would guard on whether a watch is running.
 
     def __enter__(self) -> Self:
         if not is_dynamo_compiling() and (session := current()) is not None:

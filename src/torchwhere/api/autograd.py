@@ -1,9 +1,9 @@
-"""What is behind a tensor: `backward_graph`, `forward_line`, and `forward_lines`, which records
-lines for both.
+"""The autograd graph of a tensor and the lines that made it: `backward_graph`, `forward_line`, and
+`forward_lines`, which records lines for both.
 
-They ask whoever knows: the running watch for the module call that made a node, the models whose
-names are known for parameters, recorded lines and anomaly mode's tracebacks for lines. Nothing is
-guessed silently: a line says how it is known.
+The module call of a node comes from the running watch. The names of parameters come from the given
+model, the watch, or `torchwhere.names`. Lines come from `forward_lines` and from the tracebacks of
+anomaly mode. Each line has a `source` and a `certainty` that say how torchwhere knows it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,28 @@ _Origin = torch.Tensor | GradientEdge | Node
 def backward_graph(
     tensors: _Origin | Sequence[_Origin], *, model: nn.Module | None = None, freed: bool = False
 ) -> BackwardGraph:
-    """Every autograd node behind a tensor, or several: with operation, module and call, parameter,
-    shapes and forward line.
+    """Return every autograd node behind one or several tensors.
 
-    Under a watch nodes know the module call that made them, and parameters their names. Without
-    one, `model` gives the names. `freed=True` gives the graph also after backward has run over it
-    and freed what it had saved.
+    A node has its operation, module and call, parameter, shapes and forward line. The modules and
+    calls are known during a watch.
+
+    Args:
+        tensors: A tensor, an autograd node, a gradient edge, or a list of them.
+        model: The model that names the parameters, and the modules of the nodes that use them (as
+            `inferred`). During a watch it is not needed.
+        freed: Return the graph even if backward has run over it and freed its saved tensors.
+
+    Returns:
+        The graph. It does not keep the nodes alive.
+
+    Raises:
+        TypeError: `tensors` or `model` has the wrong type.
+        ValueError: There is no graph, or backward has freed its saved tensors.
+
+    Example:
+        loss = model(batch).sum()
+        graph = torchwhere.backward_graph(loss, model=model)
+        print(graph)
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
@@ -54,81 +70,80 @@ def backward_graph(
     graph = read(walk(roots), roots, NodeSources(places=_places, names=_Namer(model), lines=_lines))
     if graph.freed and not freed:
         raise ValueError(
-            "backward_graph(tensor): backward has run over this graph and freed what"
-            f" {graph.freed:,} of its {len(graph):,} nodes had saved. Nodes and edges are still"
-            " there: backward_graph(tensor, freed=True) gives them. Ask before backward(), or keep"
-            " the graph with backward(retain_graph=True)."
+            "backward_graph(tensor): backward has run over this graph and freed the saved tensors"
+            f" of {graph.freed:,} of its {len(graph):,} nodes. backward_graph(tensor, freed=True)"
+            " returns the nodes and edges, which still exist. Otherwise call it before backward(),"
+            " or keep the graph with backward(retain_graph=True)."
         )
     return graph
 
 
 def _roots(tensors: Any) -> list[Any]:
-    listed = (
-        list(tensors)
-        if isinstance(tensors, (list, tuple)) and not isinstance(tensors, GradientEdge)
-        else [tensors]
-    )
-    for thing in listed:
-        if not isinstance(thing, (torch.Tensor, GradientEdge, Node)):
+    is_list = isinstance(tensors, (list, tuple)) and not isinstance(tensors, GradientEdge)
+    origins = list(tensors) if is_list else [tensors]
+    for origin in origins:
+        if not isinstance(origin, (torch.Tensor, GradientEdge, Node)):
             raise TypeError(
                 "backward_graph(tensor): expected a tensor, an autograd node or a list of them,"
-                f" got {type(thing).__name__}"
+                f" got {type(origin).__name__}"
             )
-    found = [root for thing in listed if (root := _node(thing)) is not None]
-    if not found:
-        raise ValueError(f"backward_graph(tensor): {_why_none(listed)}")
-    return found
+    roots = [root for root in map(_node, origins) if root is not None]
+    if not roots:
+        raise ValueError(f"backward_graph(tensor): {_why_no_graph(origins)}")
+    return roots
 
 
-def _node(thing: _Origin) -> Any:
-    if isinstance(thing, torch.Tensor):
-        return thing.grad_fn
-    return thing.node if isinstance(thing, GradientEdge) else thing
+def _node(origin: _Origin) -> Any:
+    if isinstance(origin, torch.Tensor):
+        return origin.grad_fn
+    return origin.node if isinstance(origin, GradientEdge) else origin
 
 
-def _why_none(listed: Sequence[Any]) -> str:
-    if not listed:
+def _why_no_graph(origins: Sequence[Any]) -> str:
+    if not origins:
         return "an empty list has no graph"
-    if len(listed) > 1:
-        return f"none of these {len(listed)} tensors has a graph"
-    if listed[0].requires_grad:
+    if len(origins) > 1:
+        return f"none of these {len(origins)} tensors has a graph"
+    if origins[0].requires_grad:
         return (
-            "this tensor is a leaf: no operation made it, there is nothing behind it. Ask for what"
+            "this tensor is a leaf: no operation made it, so it has no graph. Give a tensor that"
             " was computed from it"
         )
     return (
         "this tensor has no graph: requires_grad is False. It was detached, made under no_grad() or"
-        " inference_mode(), or from nothing that requires a gradient"
+        " inference_mode(), or no input of its operation requires a gradient"
     )
 
 
-# -- who knows -------------------------------------------------------------------------------------
+# -- names, places and lines of the nodes ----------------------------------------------------------
 
 
 class _Namer:
-    """The names of a parameter, from the model that was given, the watch, or a model whose names
-    were asked for."""
+    """Gives the names of a parameter: from the given model, the watch, or a model that
+    `torchwhere.names` was called with."""
 
     def __init__(self, model: nn.Module | None) -> None:
         session = current()
         self._tables = [session.recorder.locator.names] if session is not None else []
-        self._others = naming.known()
+        self._models = naming.names_of_live_models()
         self._unsharded: dict[int, list[str]] | None = None
         if model is not None:
-            given = NameTable()
-            given.add_root(model)
-            self._tables.insert(0, given)
+            table = NameTable()
+            table.add_root(model)
+            self._tables.insert(0, table)
 
     def __call__(self, param: torch.Tensor) -> list[str]:
-        found = (table.param_names(param) for table in self._tables)
-        others = (names.known_names(param) for names in self._others)
-        return next(
-            (names for source in (found, others) for names in source if names), None
-        ) or self._name_unsharded(param)
+        for table in self._tables:
+            if names := table.param_names(param):
+                return names
+        for model in self._models:
+            if names := model.known_names(param):
+                return names
+        return self._unsharded_names(param)
 
-    def _name_unsharded(self, param: torch.Tensor) -> list[str]:
-        """FSDP2 computes with whole parameters that it makes for the time of a forward: named as
-        those they are made from."""
+    def _unsharded_names(self, param: torch.Tensor) -> list[str]:
+        """The names of the unsharded parameter that FSDP makes for a forward: those of the sharded
+        parameter."""
         if self._unsharded is None:
             self._unsharded = dict(
                 entry for table in self._tables for entry in unsharded_names(table)
@@ -144,35 +159,32 @@ def _places(sequence: NDArray[np.uint64]) -> Places:
 
 
 def _lines(nodes: Sequence[Any], sequence: NDArray[np.uint64]) -> Lines:
-    """The lines of many nodes: those that were recorded, and anomaly mode's if it was on for the
-    first or the last of them."""
+    """The lines of many nodes: recorded lines, and those of anomaly mode if it was on for some of
+    the first or last nodes."""
     table: dict[str | None, int] = {None: 0}
     column = np.zeros(len(nodes), np.uint32)
     folder = _folder()
-    for log in reversed(line_log.logs()):  # the calling thread's last: it is the likelier
+    # The log of the calling thread comes last and wins: most likely this thread made the nodes.
+    for log in reversed(line_log.logs()):
         numbers = [
             0 if line is None else table.setdefault(line_log.shortened(line, folder), len(table))
             for line in log.table
         ]
         at = np.searchsorted(np.array(log.seqs, np.uint64), sequence, side="right")
-        has = (at > 0) & (sequence < log.end)
-        found = np.array(numbers, np.uint32)[np.array(log.lines, np.uint32)[at[has] - 1]]
-        column[has] = np.where(found, found, column[has])
-    made = (
-        [number for number, node in enumerate(nodes) if not is_leaf(node)]
-        if _has_traceback(nodes)
-        else ()
-    )
-    for number in made:
-        line = _anomaly_line(nodes[number])
-        if line is not None:
-            column[number] = table.setdefault(str(line), len(table))
+        is_in_log = (at > 0) & (sequence < log.end)
+        lines = np.array(numbers, np.uint32)[np.array(log.lines, np.uint32)[at[is_in_log] - 1]]
+        column[is_in_log] = np.where(lines, lines, column[is_in_log])
+    if _has_traceback(nodes):
+        for number, node in enumerate(nodes):
+            line = None if is_leaf(node) else _anomaly_line(node)
+            if line is not None:
+                column[number] = table.setdefault(str(line), len(table))
     return Lines(list(table), column)
 
 
 def _has_traceback(nodes: Sequence[Any]) -> bool:
-    """Looked for on a few: asking a node for its metadata makes it a dictionary, for a million
-    nodes 200 MB."""
+    """Whether anomaly mode left a traceback. Checks only a few nodes: reading the metadata of a
+    node creates a dictionary, which takes 200 MB for a million nodes."""
     ends = [node for node in (*nodes[:32], *nodes[-32:]) if not is_leaf(node)]
     return any("traceback_" in node.metadata for node in ends)
 
@@ -186,11 +198,17 @@ def _folder() -> str | None:
 
 
 class ForwardLine(str):
-    """`file:line`, and how it is known.
+    """A `file:line` that says how torchwhere knows it.
 
-    `source` is `recorded` (forward_lines), `anomaly` (detect_anomaly's traceback), `compiled`
-    (where the function begins that was compiled), `module` (where the forward begins of the
-    innermost module of yours that made the node), or `traceback`.
+    Attributes:
+        source: `recorded` (by `forward_lines`), `anomaly` (the traceback of `detect_anomaly`),
+            `compiled` (the first line of the compiled function), `module` (the first line of the
+            forward of your innermost module that made the node), or `traceback` (of the exception).
+        certainty: `exact` or `inferred`.
+
+    Example:
+        line = torchwhere.forward_line(loss)
+        print(line, line.source)
     """
 
     source: str
@@ -200,18 +218,34 @@ class ForwardLine(str):
     def of(
         cls, file: str, line: int, *, source: str, certainty: Certainty = Certainty.EXACT
     ) -> ForwardLine:
-        found = cls(line_log.shortened(line_log.UserLine(file, line, ""), _folder()))
-        found.source, found.certainty = source, certainty
-        return found
+        """Make a line with its path relative to the folder of the watch."""
+        text = cls(line_log.shortened(line_log.UserLine(file, line, ""), _folder()))
+        text.source, text.certainty = source, certainty
+        return text
 
 
 def forward_line(origin: _Origin | BaseException) -> ForwardLine | None:
-    """The line of the forward that made a tensor or an autograd node; of an exception from
-    backward: the node that raised.
+    """Return the line of the forward that made a tensor or an autograd node.
 
-    None for a leaf, which no forward made, and where nobody knows: no lines were recorded
-    (`forward_lines()`), anomaly mode was off, it is not a compiled graph, and no module of yours
-    made it under a watch.
+    Args:
+        origin: A tensor, an autograd node or a gradient edge. Or an exception that backward raised:
+            then the node that raised it counts. For any other exception, the innermost line of your
+            code in its traceback.
+
+    Returns:
+        The line, and how torchwhere knows it. None for a leaf, which no forward made. None also if
+        no line was recorded (`forward_lines()`), anomaly mode was off, the node is not a compiled
+        graph, and none of your modules made it during a watch.
+
+    Raises:
+        TypeError: `origin` is something else.
+        ValueError: The tensor has no graph.
+
+    Example:
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            print("made at", torchwhere.forward_line(error))
     """
     if isinstance(origin, BaseException):
         return _line_of_error(origin)
@@ -222,7 +256,7 @@ def forward_line(origin: _Origin | BaseException) -> ForwardLine | None:
         )
     node = _node(origin)
     if node is None:
-        raise ValueError(f"forward_line(tensor): {_why_none([origin])}")
+        raise ValueError(f"forward_line(tensor): {_why_no_graph([origin])}")
     return _line_of_node(node)
 
 
@@ -241,8 +275,8 @@ def _recorded_line(node: Any) -> ForwardLine | None:
 
 
 def _anomaly_line(node: Any) -> ForwardLine | None:
-    found = python_stack.user_line_of(node.metadata.get("traceback_") or ())
-    return ForwardLine.of(*found, source="anomaly") if found is not None else None
+    line = python_stack.user_line_of(node.metadata.get("traceback_") or ())
+    return ForwardLine.of(*line, source="anomaly") if line is not None else None
 
 
 def _compiled_line(node: Any) -> ForwardLine | None:
@@ -255,19 +289,16 @@ def _compiled_line(node: Any) -> ForwardLine | None:
 
 
 def _module_line(node: Any) -> ForwardLine | None:
-    """Where the forward begins of the innermost module that is the user's own."""
+    """The first line of the forward of the innermost module whose code is the user's."""
     session = current()
     sequence = np.array([node._sequence_nr()], np.uint64)
     places = _places(sequence)
     module = places.modules[places.module[0]]
     if session is None or module is None:
         return None
-    for name in _and_those_around(module):
-        code = getattr(
-            getattr(_module_named(session.recorder.locator.names, name), "forward", None),
-            "__code__",
-            None,
-        )
+    for name in _with_parents(module):
+        forward = getattr(_module_named(session.recorder.locator.names, name), "forward", None)
+        code = getattr(forward, "__code__", None)
         if code is not None and python_stack.is_users(code.co_filename):
             return ForwardLine.of(
                 code.co_filename, code.co_firstlineno, source="module", certainty=Certainty.INFERRED
@@ -275,7 +306,7 @@ def _module_line(node: Any) -> ForwardLine | None:
     return None
 
 
-def _and_those_around(module: str) -> Iterable[str]:
+def _with_parents(module: str) -> Iterable[str]:
     while module:
         yield module
         module = module.rpartition(".")[0]
@@ -283,39 +314,49 @@ def _and_those_around(module: str) -> Iterable[str]:
 
 
 def _module_named(names: NameTable, name: str) -> nn.Module | None:
-    every = (found for prefix, root in names.roots() for found in walk_modules(root, prefix=prefix))
-    return next(
-        (module for known, module in every if known == name and wrapped(module) is None), None
-    )
+    for prefix, root in names.roots():
+        for module_name, module in walk_modules(root, prefix=prefix):
+            if module_name == name and wrapped(module) is None:
+                return module
+    return None
 
 
 def _line_of_error(error: BaseException) -> ForwardLine | None:
-    """An error of a backward: the line that made the node. Any other: the innermost line of the
-    user's it went through."""
+    """For an error of a backward, the line that made the node. For any other error, the innermost
+    line of the user's code in its traceback."""
     node, is_certain = node_that_raised(error)
     if node is not None:
         line = _line_of_node(node)
         if line is not None and not is_certain:
             line.certainty = Certainty.INFERRED
         return line
-    found = python_stack.deepest_user_line(error.__traceback__)
-    return ForwardLine.of(*found, source="traceback") if found is not None else None
+    deepest = python_stack.deepest_user_line(error.__traceback__)
+    return ForwardLine.of(*deepest, source="traceback") if deepest is not None else None
 
 
-class forward_lines:  # noqa: N801 - read as what it gives: `with forward_lines():`
-    """Remember which line makes which autograd node, on this thread: a context manager and a
+class forward_lines:  # noqa: N801 - called like a function: `with forward_lines():`
+    """Record which line makes which autograd node, on this thread: a context manager and a
     decorator.
 
-    `backward_graph` and `forward_line` know exact lines then, also later. Costs up to a microsecond
-    for each line of your own code that runs, nothing for an op; compiled code is left alone.
+    `backward_graph` and `forward_line` then know exact lines, also after the block. It costs up to
+    a microsecond for each line of your own code that runs, and nothing for an op. It does not
+    change compiled code.
+
+    Raises:
+        TorchwhereError: A debugger or a coverage tool already traces this thread.
+
+    Example:
+        with torchwhere.forward_lines():
+            loss = model(batch).sum()
+        print(torchwhere.forward_line(loss))
     """
 
     def __enter__(self) -> Self:
         if not line_log.begin(python_stack.caller(0)):
             raise TorchwhereError(
-                "forward_lines(): something else traces this thread already (a debugger, a coverage"
-                " tool), and Python has room for one. Switch it off, or use"
-                " torch.autograd.detect_anomaly(): forward_line() reads its tracebacks too."
+                "forward_lines(): a debugger or a coverage tool already traces this thread, and"
+                " Python allows only one trace function. Switch it off, or use"
+                " torch.autograd.detect_anomaly(): forward_line() also reads its tracebacks."
             )
         return self
 

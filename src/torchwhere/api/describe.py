@@ -1,15 +1,15 @@
 """`torchwhere.describe(anything)`: one line that says what a live object is, and where it belongs.
 
-Knows modules, parameters, tensors, autograd nodes, process groups and meshes; anything else gets
-its class and a short `repr`. Names come from the running watch and from the models that
-`torchwhere.names()` was asked about, while they live. Never raises: what an object does not tell
-any more (a destroyed group, a `__repr__` of its own that fails) is said instead.
+Describes modules, parameters, tensors, autograd nodes, process groups and meshes; any other object
+by its class and a short `repr`. Names come from the running watch and from the models that
+`torchwhere.names()` was called with, while they are alive. Never raises: for a destroyed group or a
+`__repr__` that fails, the line says so.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchwhere.api import names as naming
 from torchwhere.core.place import Certainty, shown
 from torchwhere.core.rank_text import ranks_to_text
+from torchwhere.core.sanitize import plural
 from torchwhere.model import parameters, watched
 from torchwhere.model.fsdp import class_name
 from torchwhere.model.module_names import NameTable
 from torchwhere.model.wrappers import innermost
 
-_LONGEST = 200  # of a text that an object gives of itself
+_LONGEST = 200  # characters of an object's own `repr`
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _LONGEST
 
 
 def describe(thing: object) -> str:
-    """What `thing` is, in one line."""
+    """Return one line that says what an object is, and where it belongs.
+
+    Args:
+        thing: A module, parameter, tensor, autograd node, process group, device mesh, or any other
+            object.
+
+    Returns:
+        One line of text, also for an object that cannot be described.
+
+    Example:
+        torchwhere.names(model)
+        print(torchwhere.describe(model.head.weight))
+        # parameter head.weight: [8, 8] float32 cpu, requires grad
+    """
     try:
         return one_line(_describer(thing)(thing))
     except Exception as error:
@@ -42,7 +56,7 @@ def describe(thing: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text from outside as one line: line breaks and runs of spaces are one space."""
+    """Turn a text into one line: each line break or run of spaces becomes one space."""
     return " ".join(text.split())
 
 
@@ -65,33 +79,31 @@ def _describer(thing: object) -> Callable[[Any], str]:
 
 
 def names_of(thing: nn.Module | torch.Tensor) -> list[str]:
-    """All names of a module, parameter or buffer, from whoever knows it; empty if nobody does."""
+    """All names of a module, parameter or buffer, in the watch or in a model that
+    `torchwhere.names()` was called with; empty if it has none."""
     watch = watched.running()
-    tables = [watch.names] if watch is not None else []
-    found = _known_names(thing, tables)
-    if not found and _may_have_name(thing):  # it may have come since the names were taken
-        for table in tables:  # asked like this the watch does not take it for a stranger for good
+    table = watch.names if watch is not None else None
+    names = _known_names(thing, table)
+    # The model may have changed since it was walked. The result of a computation has no name, so it
+    # is not worth another walk.
+    if not names and isinstance(thing, (nn.Module, nn.Parameter, nn.Buffer)):
+        # `refresh` does not mark an unknown module as foreign for the rest of the watch
+        if table is not None:
             table.refresh()
-        found = _known_names(thing, tables) or next(
-            (names for known in naming.known() if (names := known.get(thing))), []
-        )
-    return found
+        candidates = (model.get(thing) for model in naming.names_of_live_models())
+        names = _known_names(thing, table) or next(filter(None, candidates), [])
+    return names
 
 
-def _known_names(thing: nn.Module | torch.Tensor, tables: list[NameTable]) -> list[str]:
-    for known in naming.known():
-        if found := known.known_names(thing):
-            return found
+def _known_names(thing: nn.Module | torch.Tensor, table: NameTable | None) -> list[str]:
+    for model in naming.names_of_live_models():
+        if names := model.known_names(thing):
+            return names
+    if table is None:
+        return []
     if isinstance(thing, torch.Tensor):
-        return next((names for table in tables if (names := table.params.of(thing))), [])
-    tried = [(id(one), table) for table in tables for one in (thing, innermost(thing))]
-    return next((names for key, table in tried if (names := table.modules.get(key) or [])), [])
-
-
-def _may_have_name(thing: nn.Module | torch.Tensor) -> bool:
-    """Whether it is worth walking a model for it: a result of a computation is nobody's
-    parameter."""
-    return isinstance(thing, (nn.Module, nn.Parameter, nn.Buffer))
+        return table.params.of(thing)
+    return table.modules.get(id(thing)) or table.modules.get(id(innermost(thing))) or []
 
 
 def _named(kind: str, names: list[str]) -> str:
@@ -104,18 +116,17 @@ def _named(kind: str, names: list[str]) -> str:
 
 def _module(module: nn.Module) -> str:
     inner = innermost(module)
-    words = _own_words(inner)
-    label = f"{class_name(inner)}({words})" if words else class_name(inner)
+    arguments = _extra_repr(inner)
+    label = f"{class_name(inner)}({arguments})" if arguments else class_name(inner)
     if inner is not module:
         label = f"{type(module).__name__} around {label}"
     count = sum(1 for _ in inner.parameters())
     numel = sum(_numel(param) for param in inner.parameters())
-    holds = f", {count:,} parameter{'s' * (count != 1)} of {numel:,} elements" if count else ""
-    names = names_of(module)
-    return f"{_named('module', names)}: {label}{holds}"
+    size = f", {plural(count, 'parameter')} of {numel:,} elements" if count else ""
+    return f"{_named('module', names_of(module))}: {label}{size}"
 
 
-def _own_words(module: nn.Module) -> str:
+def _extra_repr(module: nn.Module) -> str:
     try:
         return _short(module.extra_repr())
     except Exception:
@@ -128,11 +139,8 @@ def _numel(param: Any) -> int:
 
 def _tensor(tensor: torch.Tensor) -> str:
     names = names_of(tensor)
-    origin = (
-        ""
-        if tensor.is_leaf or tensor.grad_fn is None
-        else f", from {_node(tensor.grad_fn).removeprefix('node ')}"
-    )
+    has_origin = not tensor.is_leaf and tensor.grad_fn is not None
+    origin = f", from {_node(tensor.grad_fn).removeprefix('node ')}" if has_origin else ""
     kind = _kind(tensor, is_named=bool(names))
     label = _named(kind, names) if names or kind.endswith("parameter") else kind
     return f"{label}: {', '.join(_tensor_facts(tensor))}{origin}"
@@ -151,35 +159,38 @@ def _kind(tensor: torch.Tensor, *, is_named: bool) -> str:
 
 def _tensor_facts(tensor: Any) -> list[str]:
     shape, local = _shapes(tensor)
-    found = [f"{list(shape)} {parameters.short_dtype(tensor)} {tensor.device}"]
-    found += [f"{list(local)} of it here"] if local != shape else []
+    facts = [f"{list(shape)} {parameters.short_dtype(tensor)} {tensor.device}"]
+    if local != shape:
+        facts.append(f"{list(local)} on this rank")
     if parameters.is_dtensor(tensor):
         mesh = parameters.mesh_of(tensor.device_mesh)
-        found.append(
+        facts.append(
             f"{', '.join(parameters.placements(tensor) or ())} on"
-            f" {mesh.label}{', which is gone' * mesh.is_gone}"
+            f" {mesh.label}{', which was destroyed' * mesh.is_gone}"
         )
     if (number := parameters.zero_id(tensor)) is not None:
-        found.append(f"ZeRO id {number}, {parameters.zero_status(tensor)}")
+        facts.append(f"ZeRO id {number}, {parameters.zero_status(tensor)}")
     if parameters.is_flat(tensor):
-        held = parameters.originals(tensor)
-        found.append(
-            f"holds {', '.join(held)}"
-            if len(held) <= 2
-            else f"holds {held[0]} .. {held[-1]} ({len(held)} parameters)"
-        )
+        facts.append(_holds(parameters.originals(tensor)))
     if tensor.requires_grad:
-        found.append("requires grad")
-    return found
+        facts.append("requires grad")
+    return facts
+
+
+def _holds(originals: Sequence[str]) -> str:
+    if len(originals) <= 2:
+        return f"holds {', '.join(originals)}"
+    return f"holds {originals[0]} .. {originals[-1]} ({len(originals)} parameters)"
 
 
 def _shapes(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The whole shape, and that of this rank's part."""
     if getattr(tensor, "_fsdp_flattened", False) and not parameters.is_flat(tensor):
-        # FSDP1 has cut it into a piece of a row: only its unit knows its shape
-        for known in naming.known():
-            if known.known_names(tensor):
-                found = known.facts(tensor)
-                return found.shape, found.local_shape
+        # FSDP1 made it a slice of a flat parameter: only its unit knows its shape.
+        for model in naming.names_of_live_models():
+            if model.known_names(tensor):
+                facts = model.facts(tensor)
+                return facts.shape, facts.local_shape
     return parameters.shapes(tensor)
 
 
@@ -195,19 +206,18 @@ def _node(node: Any) -> str:
 
 
 def made_in(node: Any) -> str:
-    """The module call that made a node, if the watch saw it."""
+    """The module call that made a node, as the end of a sentence; empty without a watch."""
     watch = watched.running()
     if watch is None:
         return ""
     place = watch.place_of_node(node)
     if place.certainty is Certainty.UNKNOWN:
-        return ", made where the watch did not see it"
+        return " of an unknown module call"
     if place.module is None:
         return ", made outside any module"
     call = f" call {place.call}" if place.call else ""
-    return (
-        f" of {shown(place.module)}{call}{' (inferred)' * (place.certainty is Certainty.INFERRED)}"
-    )
+    inferred = " (inferred)" if place.certainty is Certainty.INFERRED else ""
+    return f" of {shown(place.module)}{call}{inferred}"
 
 
 # -- groups and meshes -----------------------------------------------------------------------------
@@ -216,38 +226,36 @@ def made_in(node: Any) -> str:
 def _group(group: Any) -> str:
     try:
         ranks = dist.get_process_group_ranks(group)
-    except Exception:  # torch's table of groups no longer has it
+    except Exception:  # torch has removed it from its table of groups
         return "process group that was destroyed"
     name, desc = group.group_name, group.group_desc
     own = dist.get_group_rank(group, dist.get_rank()) if dist.get_rank() in ranks else None
-    place = "this rank is not in it" if own is None else f"this is its rank {own}"
+    position = "this rank is not in it" if own is None else f"this is its rank {own}"
     label = f"{desc} ({name})" if desc not in ("undefined", "", name) else name
-    return (
-        f"process group {label}: {dist.get_backend(group)}, {_ranks(ranks_to_text(ranks))}; {place}"
-    )
+    ranks_list = _ranks(ranks_to_text(ranks))
+    return f"process group {label}: {dist.get_backend(group)}, {ranks_list}; {position}"
 
 
 def _mesh(mesh: Any) -> str:
-    found = parameters.mesh_of(mesh)
-    dims = found.label if any(found.dims) else " x ".join(map(str, found.shape))
-    text = (
-        f"device mesh {dims} on {found.device}{', ' + _ranks(found.ranks) if found.ranks else ''}"
-    )
-    if found.is_gone:
-        return f"{text}; its process groups are gone: the world it was made in was destroyed"
-    at = mesh.get_coordinate()
-    if at is None:
+    facts = parameters.mesh_of(mesh)
+    dims = facts.label if any(facts.dims) else " x ".join(map(str, facts.shape))
+    ranks = f", {_ranks(facts.ranks)}" if facts.ranks else ""
+    text = f"device mesh {dims} on {facts.device}{ranks}"
+    if facts.is_gone:
+        return f"{text}; its process groups were destroyed"
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         return f"{text}; this rank is not in it"
-    coordinates = zip(found.dims, at, strict=True)
-    own = ", ".join(f"{dim}={i}" if dim else str(i) for dim, i in coordinates)
-    return f"{text}; this rank is at {own}"
+    indices = zip(facts.dims, coordinate, strict=True)
+    position = ", ".join(f"{dim}={index}" if dim else str(index) for dim, index in indices)
+    return f"{text}; this rank is at {position}"
 
 
 def _ranks(text: str) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
-# -- the rest --------------------------------------------------------------------------------------
+# -- other objects ---------------------------------------------------------------------------------
 
 
 def _anything(thing: object) -> str:

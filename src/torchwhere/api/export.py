@@ -1,10 +1,10 @@
 """Writes the events of a run for other tools: Parquet for DuckDB, Polars, Spark and Ray, or JSON
 lines.
 
-Takes a folder of boxes and the name of what to write, which says the format; gives an account of it
-(`Exported`). One box is in memory at a time, however many ranks there are. What is written stands
-under its name only when all of it is there; that it can be written is known before the boxes are
-read. An export to Parquet that was interrupted goes on where it stopped.
+Takes a folder of boxes and the name of the output, which gives the format. Returns a summary
+(`Exported`). Holds one box in memory at a time, for any number of ranks. Checks that the output is
+writable before it reads the boxes. The output gets its name only when it is complete. An
+interrupted export to Parquet resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -12,40 +12,59 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import rows_of
-from torchwhere.blackbox.reader import BoxReader
+from torchwhere.blackbox.reader import BoxReader, read_or_empty
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.atomic_file import destination, partial_path, write_errors
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text, known_kinds
+from torchwhere.core.progress import Progress
 from torchwhere.core.results import Shown
-
-Progress = Callable[[int, int], None]  # how much is done, of how much
+from torchwhere.core.sanitize import plural
 
 FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
-_MOST_CAVEATS = 8  # in the text
+_MOST_CAVEATS = 8  # shown in the text
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Exported(Shown):
-    """What was written, and what the boxes did not have."""
+    """The summary of an export. `str()` gives it as text.
+
+    Attributes:
+        path: The file or folder that was written.
+        format: `.parquet`, `.jsonl` or `.jsonl.gz`.
+        ranks: The ranks that were exported.
+        events: The number of events in the output.
+        bytes: The size of the output.
+        overwritten: The number of older events that newer ones overwrote in the rings. They are
+            lost.
+        caveats: Sentences about missing ranks, torn records and foreign files.
+
+    Example:
+        print(torchwhere.export("run/", out="events.parquet"))
+    """
 
     path: Path
     format: str
     ranks: tuple[int, ...]
     events: int
     bytes: int
-    overwritten: int  # events that were older than their rings: nobody has them any more
-    caveats: tuple[str, ...] = ()  # missing ranks, torn records, foreign files
+    overwritten: int
+    caveats: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the summary as values for JSON.
+
+        Example:
+            json.dumps(exported.to_dict())
+        """
         return {
             "path": str(self.path),
             "format": self.format,
@@ -57,34 +76,35 @@ class Exported(Shown):
         }
 
     def __repr__(self) -> str:
-        return f"<Exported {self.path}: {self.events:,} events of {len(self.ranks)} ranks>"
+        return f"<Exported {self.path}: {self._events()}>"
 
     def __str__(self) -> str:
-        ranks = f"{len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}"
-        said = f"{self.events:,} events of {ranks} in {self.path} ({self.bytes:,} bytes)"
-        lost = [
-            (
-                f"not there: {self.overwritten:,} older events, overwritten in the rings (see"
-                " --records)"
+        lines = [f"{self._events()} in {self.path} ({self.bytes:,} bytes)"]
+        if self.overwritten:
+            lines.append(
+                "not exported, overwritten in the ring (see --records):"
+                f" {plural(self.overwritten, 'older event')}"
             )
-        ] * bool(self.overwritten)
-        return "\n  ".join([said, *lost, *self.caveats[:_MOST_CAVEATS]])
+        return "\n  ".join([*lines, *self.caveats[:_MOST_CAVEATS]])
+
+    def _events(self) -> str:
+        return f"{plural(self.events, 'event')} of {plural(len(self.ranks), 'rank')}"
 
 
 class Writer(Protocol):
-    """Takes boxes one by one. What it wrote has its name when it is left without an error."""
+    """Writes boxes one by one. The output gets its name when the block ends without an error."""
 
     def __enter__(self) -> Writer: ...
     def __exit__(self, *error: object) -> None: ...
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Be told which boxes will come."""
+        """Prepare for the boxes of these ranks."""
 
-    def has(self, label: BoxSummary) -> int | None:
-        """How many events of that box, as it is now, are there already."""
+    def has(self, summary: BoxSummary) -> int | None:
+        """The number of events, if the output already has this box in its current state."""
 
     def write(self, box: Box) -> int:
-        """Write the events of a box; how many."""
+        """Write the events of a box. Returns their number."""
 
 
 def export(
@@ -96,11 +116,29 @@ def export(
     force: bool = False,
     on_progress: Progress | None = None,
 ) -> Exported:
-    """Write the events of the newest run in a folder, of all its ranks and kinds or of some.
+    """Write the events of the newest run in a folder, for other tools.
 
-    `out` says what: `events.parquet` is a folder with a file for each rank (`pip install
-    'torchwhere[parquet]'`), `events.jsonl` and `events.jsonl.gz` are a file with a JSON object a
-    line. An earlier export is replaced only with `force`.
+    Args:
+        folder: The folder with the boxes.
+        out: The output; its name gives the format. `events.parquet` is a folder with a file for
+            each rank and needs `pip install 'torchwhere[parquet]'`. `events.jsonl` and
+            `events.jsonl.gz` are one file with a JSON object on each line.
+        ranks: Only these ranks.
+        kinds: Only events of these kinds.
+        force: Replace an earlier export of the same name. Other files are never replaced.
+        on_progress: Called with the number of boxes done so far, and the total; each box counts
+            twice, because it is read twice.
+
+    Returns:
+        A summary of the output.
+
+    Raises:
+        TorchwhereError: There is nothing to read, or the output cannot be written.
+        TypeError: `out` is not a path.
+        ValueError: There is no such kind of event.
+
+    Example:
+        torchwhere.export("run/", out="events.parquet", kinds={"collective"})
     """
     target = _target(out)
     wanted = known_kinds(kinds)
@@ -109,25 +147,23 @@ def export(
     with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _writer(target, wanted) as writer:
-            run = RunSummary(Path(folder), *choose(Path(folder), _labels(files, on_progress)))
+            run = RunSummary(Path(folder), *choose(Path(folder), _summaries(files, on_progress)))
             chosen = [run.boxes[rank] for rank in _checked_ranks(ranks, run)]
-            writer.expect([one.rank for one in chosen])
+            writer.expect([summary.rank for summary in chosen])
             events = sum(_written(writer, chosen, on_progress))
+    written_files = [target] if target.is_file() else target.rglob("*.parquet")
     return Exported(
         path=target,
         format=target.suffixes[-1] if target.suffix != ".gz" else ".jsonl.gz",
-        ranks=tuple(one.rank for one in chosen),
+        ranks=tuple(summary.rank for summary in chosen),
         events=events,
-        bytes=sum(
-            path.stat().st_size
-            for path in ([target] if target.is_file() else target.rglob("*.parquet"))
-        ),
-        overwritten=sum(one.counts.overwritten for one in chosen),
+        bytes=sum(path.stat().st_size for path in written_files),
+        overwritten=sum(summary.counts.overwritten for summary in chosen),
         caveats=tuple(run.caveats()),
     )
 
 
-# -- what was asked for ----------------------------------------------------------------------------
+# -- the arguments ---------------------------------------------------------------------------------
 
 
 def _target(out: object) -> Path:
@@ -136,7 +172,8 @@ def _target(out: object) -> Path:
     target = Path(os.fspath(out))
     if not target.name.endswith(FORMATS):
         raise TorchwhereError(
-            f"cannot tell what to write to {target}: a name ends with {', '.join(FORMATS)}"
+            f"cannot tell the format of {target}: its name must end with one of"
+            f" {', '.join(FORMATS)}"
         )
     return target
 
@@ -155,67 +192,59 @@ def _writer(target: Path, kinds: set[str] | None) -> Writer:
 
 
 def _refuse(target: Path, *, force: bool) -> None:
-    """Never write over what is not an export, and over one only when told to."""
+    """Raise an error instead of replacing another file, or an export without `force`."""
     is_folder = target.suffix == ".parquet"
-    for path in (target, *[partial_path(target)] * is_folder):
+    for path in [target, partial_path(target)] if is_folder else [target]:
         if (path.exists() or path.is_symlink()) and not _is_export(path, is_folder=is_folder):
-            raise TorchwhereError(f"{path} is there already, and is no export: give another name")
+            raise TorchwhereError(f"{path} exists and is not an export: give another name")
     if target.exists() and not force:
-        raise TorchwhereError(
-            f"{target} is there already: give another name, or --force to replace it"
-        )
+        raise TorchwhereError(f"{target} exists: give another name, or --force to replace it")
 
 
 def _is_export(path: Path, *, is_folder: bool) -> bool:
     if not is_folder or not path.is_dir():
         return not is_folder and path.is_file()
-    return all(one.name.startswith("rank=") and one.is_dir() for one in path.iterdir())
+    return all(entry.name.startswith("rank=") and entry.is_dir() for entry in path.iterdir())
 
 
 # -- reading and writing ---------------------------------------------------------------------------
 
 
-def _labels(files: list[Path], on_progress: Progress | None) -> list[BoxSummary]:
-    """Who the boxes belong to. They are read again when their turn comes: none is kept in
-    memory."""
-    reader, found = BoxReader(), []
+def _summaries(files: list[Path], on_progress: Progress | None) -> list[BoxSummary]:
+    """Read all boxes one after the other, and keep only their summaries in memory."""
+    reader, summaries = BoxReader(), []
     for done, path in enumerate(files, 1):
-        found.append(summarize(_box(reader, path)))
+        summaries.append(summarize(read_or_empty(reader.read, path)))
         if on_progress is not None:
             on_progress(done, 2 * len(files))
-    return found
+    return summaries
 
 
-def _box(reader: BoxReader, path: Path) -> Box:
-    try:
-        return reader.read(path)
-    except TorchwhereError as error:  # deleted since the folder was listed
-        return Box(path=path, problems=[str(error)])
-
-
-def _again(reader: BoxReader, known: BoxSummary) -> Box:
-    box = _box(reader, known.path)
-    if box.rank != known.rank or box.run != known.run:
+def _read_box(reader: BoxReader, summary: BoxSummary) -> Box:
+    """Read a box again, to write its events."""
+    box = read_or_empty(reader.read, summary.path)
+    if box.rank != summary.rank or box.run != summary.run:
         raise TorchwhereError(
-            f"{known.path} is gone, or another one, since the export began: export again"
+            f"{summary.path} was deleted or replaced during the export; run it again"
         )
     return box
 
 
 def _written(
-    writer: Writer, labels: list[BoxSummary], on_progress: Progress | None
+    writer: Writer, summaries: list[BoxSummary], on_progress: Progress | None
 ) -> Iterator[int]:
+    """Write the boxes. Yields the number of events of each."""
     reader = BoxReader()
-    for done, one in enumerate(labels, 1):
-        known = writer.has(one)
-        yield known if known is not None else writer.write(_again(reader, one))
+    for done, summary in enumerate(summaries, 1):
+        count = writer.has(summary)
+        yield writer.write(_read_box(reader, summary)) if count is None else count
         if on_progress is not None:
-            on_progress(len(labels) + done, 2 * len(labels))
+            on_progress(len(summaries) + done, 2 * len(summaries))
 
 
 class JsonLines:
-    """All events as `torchwhere events --json` prints them, in one file, compressed if its name
-    says so."""
+    """Writes all events to one file, as `torchwhere events --json` prints them. Compresses it if
+    its name ends with `.gz`."""
 
     def __init__(self, target: Path, *, kinds: set[str] | None) -> None:
         self._target, self._kinds = target, kinds
@@ -237,9 +266,9 @@ class JsonLines:
         self._stack.__exit__(*error)
 
     def expect(self, ranks: Collection[int]) -> None:
-        """It takes all."""
+        """Needs no preparation: every export writes the whole file."""
 
-    def has(self, label: BoxSummary) -> int | None:
+    def has(self, summary: BoxSummary) -> int | None:
         return None
 
     def write(self, box: Box) -> int:

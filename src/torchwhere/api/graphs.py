@@ -1,8 +1,8 @@
-"""Which compiled graphs are there: `torchwhere.graphs()`.
+"""Lists the compiled graphs of this process: `torchwhere.graphs()`.
 
-Asks dynamo's caches and metrics, and the running watch for what dynamo has forgotten since.
-Compiles nothing, changes nothing, and does not load dynamo: where nothing was compiled, the table
-is empty.
+Reads the caches and metrics of dynamo, and the records of the running watch for graphs that dynamo
+has dropped since. It compiles nothing, changes nothing and does not import dynamo: if nothing was
+compiled, the table is empty.
 """
 
 from __future__ import annotations
@@ -28,42 +28,50 @@ FORWARD, BACKWARD, INFERENCE = "forward", "backward", "inference"
 
 @_torch.unseen
 def graphs() -> CompiledGraphs:
-    """All graphs that dynamo compiled in this process: id, function, kind, backend, inputs by name,
-    and why again.
+    """Return all graphs that dynamo compiled in this process.
 
-    Those it has dropped since (a reset, a model that is gone) are known under a watch, or while
-    they are among its last 64.
+    Graphs that dynamo has dropped since (after a reset, or with a deleted model) are listed during
+    a watch, or if they are among the last 64 compilations.
+
+    Returns:
+        A table with the id, function, kind, backend and inputs of each graph, and the reason of a
+        recompilation.
+
+    Example:
+        compiled = torch.compile(model)
+        compiled(batch)
+        print(torchwhere.graphs())
     """
     session = current()
     ledger = session.compilations if session is not None else Ledger()
     ledger.collect()
     compilations, live = ledger.latest(), {graph.id: graph for graph in live_graphs()}
-    found = [row for graph in live.values() for row in _rows(graph, compilations)]
-    found += [
-        _dropped(one, compilations[one.id, False])
-        for one in compilations.values()
-        if _had_a_graph(one, compilations) and one.id not in live
+    rows = [row for graph in live.values() for row in _rows(graph, compilations)]
+    rows += [
+        _dropped(compilation, compilations[compilation.id, False])
+        for compilation in compilations.values()
+        if _made_graph(compilation, compilations) and compilation.id not in live
     ]
-    return CompiledGraphs(sorted(found, key=lambda row: (order_of(row.id), row.kind == BACKWARD)))
+    return CompiledGraphs(sorted(rows, key=lambda row: (order_of(row.id), row.kind == BACKWARD)))
 
 
 def _rows(
     graph: LiveGraph, compilations: dict[tuple[str, bool], Compilation]
 ) -> Iterator[CompiledGraph]:
-    """The forward of a graph, or its inference, and its backward if that was compiled."""
-    how = compilations.get((graph.id, False))
+    """The forward or inference of a graph, and its backward if that was compiled."""
+    compilation = compilations.get((graph.id, False))
     forward = CompiledGraph(
         id=graph.id,
         kind=INFERENCE if graph.is_aot and not graph.parts else FORWARD,
         function=graph.code.co_qualname,
         line=_line(graph.code.co_filename, graph.code.co_firstlineno),
-        model=how.model if how is not None else model_name(),
+        model=compilation.model if compilation is not None else model_name(),
         backend=graph.backend,
-        ops=how.ops if how is not None else None,
+        ops=compilation.ops if compilation is not None else None,
         inputs=inputs_of(graph_inputs(graph.compiled)),
-        recompiled=_times(graph.id),
-        reason=how.reason if how is not None else None,
-        seconds=how.seconds if how is not None else None,
+        recompiled=_recompilations(graph.id),
+        reason=compilation.reason if compilation is not None else None,
+        seconds=compilation.seconds if compilation is not None else None,
         is_live=True,
     )
     yield forward
@@ -71,7 +79,9 @@ def _rows(
         yield _backward(forward, graph, compilations.get((graph.id, True)))
 
 
-def _backward(forward: CompiledGraph, graph: LiveGraph, how: Compilation | None) -> CompiledGraph:
+def _backward(
+    forward: CompiledGraph, graph: LiveGraph, compilation: Compilation | None
+) -> CompiledGraph:
     modules = [
         getattr(getattr(part, "_lazy_backward_info", None), "bw_module", None)
         for part in graph.parts
@@ -92,35 +102,38 @@ def _backward(forward: CompiledGraph, graph: LiveGraph, how: Compilation | None)
         inputs=None,
         recompiled=forward.recompiled,
         reason=None,
-        seconds=how.seconds if how is not None else None,
+        seconds=compilation.seconds if compilation is not None else None,
         is_live=True,
     )
 
 
-def _had_a_graph(one: Compilation, compilations: dict[tuple[str, bool], Compilation]) -> bool:
-    forward = compilations.get((one.id, False))
-    return one.failed is None and forward is not None and bool(forward.ops)
+def _made_graph(
+    compilation: Compilation, compilations: dict[tuple[str, bool], Compilation]
+) -> bool:
+    forward = compilations.get((compilation.id, False))
+    return compilation.failed is None and forward is not None and bool(forward.ops)
 
 
-def _dropped(one: Compilation, forward: Compilation) -> CompiledGraph:
+def _dropped(compilation: Compilation, forward: Compilation) -> CompiledGraph:
     return CompiledGraph(
-        id=one.id,
-        kind=BACKWARD if one.is_backward else FORWARD,
+        id=compilation.id,
+        kind=BACKWARD if compilation.is_backward else FORWARD,
         function=forward.function or "",
         line=_line(forward.file, forward.line) if forward.file is not None else None,
         model=forward.model,
         backend=None,
-        ops=one.ops,
+        ops=compilation.ops,
         inputs=None,
-        recompiled=_times(one.id),
-        reason=one.reason,
-        seconds=one.seconds,
+        recompiled=_recompilations(compilation.id),
+        reason=compilation.reason,
+        seconds=compilation.seconds,
         is_live=False,
     )
 
 
-def _times(compile_id: str) -> int:
-    """How often the function had been compiled before: dynamo counts the variants of a frame."""
+def _recompilations(compile_id: str) -> int:
+    """The number of earlier compilations of the function: dynamo numbers the variants of a
+    frame."""
     variant = compile_id.rpartition("/")[2].partition("_")[0]
     return int(variant) if variant.isdigit() else 0
 

@@ -1,8 +1,9 @@
-"""Be called when a module is entered and left, in forward and in backward: `on_module`.
+"""Calls the user's functions when a module is entered and left, in forward and in backward:
+`on_module`.
 
-Takes any number of callbacks; each is given the module and a `ModuleCall`. What a callback raises
-is the user's: it propagates into the forward or backward that it was called from, as an exception
-of a hook does. Inside a compiled graph no module is called, and none is told.
+A callback gets the module and a `ModuleCall`. An exception of a callback belongs to the user: it
+propagates into the forward or backward that called it, like an exception of a module hook. A
+compiled graph calls no modules, so it calls no callbacks.
 """
 
 from __future__ import annotations
@@ -20,21 +21,40 @@ from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
 __all__ = ["ModuleCall", "on_module"]
 
 OnForward = Callable[[nn.Module, ModuleCall], object]
-# None: the module is gone, only its graph is left
+# None: the module was deleted, only its graph is left
 OnBackward = Callable[[nn.Module | None, ModuleCall], object]
 
 
-class on_module:  # noqa: N801 - read as a verb: `with on_module(enter=...):`
-    """Call back when a module is entered and left, on every thread, from now until `remove()`.
+class on_module:  # noqa: N801 - called like a function: `with on_module(enter=...):`
+    """Call functions when a module is entered and left, on every thread, from now until `remove()`.
 
-    `enter` and `exit`: in forward, and again when activation checkpointing repeats it (`call.pass_`
-    is `recompute` then). `backward_enter` and `backward_exit`: before the first and after the last
-    autograd node that the call made, for calls made while this was registered; the gradients of its
-    parameters are there at the exit. An outer module is entered before an inner one and left after
-    it, each once, also if an exception cuts it short.
+    Each function gets the module and a `ModuleCall`. An outer module is entered before an inner
+    module and left after it. Each is entered and left once, also if an exception ends the call.
 
-    The handle is a context manager too, which removes it at the end, and a decorator: then it is
-    there while the function runs. Needs no watch, and outlives the watch it was made in.
+    The object is also a context manager, which removes the callbacks at the end of the block, and a
+    decorator, which keeps them registered while the function runs. It needs no watch, and outlives
+    the watch in which it was created.
+
+    Args:
+        enter: Called before the forward of a module. Called again when activation checkpointing
+            repeats the forward; `call.pass_` is `recompute` then.
+        exit: Called after the forward of a module, and again after a repeated forward.
+        backward_enter: Called in backward before the first autograd node of a module call. Only for
+            calls that were made while this object was registered. The module is None if it was
+            deleted and only its graph is left.
+        backward_exit: Called in backward after the last autograd node of the call. The gradients of
+            the module's parameters are complete then.
+
+    Raises:
+        TypeError: A callback is not callable.
+        ValueError: No callback is given.
+
+    Example:
+        def show(module, call):
+            print(call.pass_, call.name)
+
+        with torchwhere.on_module(enter=show, backward_enter=show):
+            model(batch).sum().backward()
     """
 
     is_active = False
@@ -66,7 +86,7 @@ class on_module:  # noqa: N801 - read as a verb: `with on_module(enter=...):`
         self._backward_enter, self._backward_exit = backward_enter, backward_exit
         self.wants_backward = backward_enter is not None or backward_exit is not None
         self._lock = threading.Lock()
-        self._inside = 0  # blocks and decorated functions that run
+        self._depth = 0  # running blocks and decorated functions
         self._add()
 
     def _add(self) -> None:
@@ -75,29 +95,36 @@ class on_module:  # noqa: N801 - read as a verb: `with on_module(enter=...):`
             watch.listen(self)
 
     def remove(self) -> None:
-        """Call nothing any more, not even the exit of what was entered. Fine to do twice, and
-        inside a callback."""
+        """Remove the callbacks. Modules that were entered get no exit callback any more.
+
+        It can be called twice, and inside a callback.
+
+        Example:
+            handle = torchwhere.on_module(enter=show)
+            model(batch)
+            handle.remove()
+        """
         if self.is_active:
             self.is_active = False
             watch.unlisten(self)
 
     def __enter__(self) -> Self:
         with self._lock:
-            self._inside += 1
+            self._depth += 1
             self._add()
         return self
 
     def __exit__(self, *_error: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
+            self._depth -= 1
+            if self._depth == 0:
                 self.remove()
 
     def __call__(self, function: Function) -> Function:
         self.remove()
         return decorated(self, function)
 
-    # -- what the engine tells ---------------------------------------------------------------------
+    # -- as a listener of the session --------------------------------------------------------------
 
     def entered(self, entry: ModuleEntry) -> None:
         if self._enter is not None and entry.call is not None:

@@ -9,7 +9,7 @@ from torchwhere.model.parameters import ParameterFacts
 
 HEADINGS = (
     "name",
-    "what",
+    "type",
     "shape",
     "here",
     "numel",
@@ -25,13 +25,14 @@ HEADINGS = (
 
 def row(facts: ParameterFacts) -> dict[str, str]:
     """The cells of a parameter or buffer, by heading."""
-    sharded = (
-        [f"on {facts.mesh}: {', '.join(facts.placements or ())}"] if facts.mesh is not None else []
-    )
-    sharded += [f"unit {shown(facts.unit)}"] if facts.unit is not None else []
+    sharding = []
+    if facts.mesh is not None:
+        sharding.append(f"on {facts.mesh}: {', '.join(facts.placements or ())}")
+    if facts.unit is not None:
+        sharding.append(f"unit {shown(facts.unit)}")
     return {
         "name": facts.name,
-        "what": facts.kind,
+        "type": facts.kind,
         "shape": _shape(facts.shape),
         "here": _shape(facts.local_shape) if facts.local_shape != facts.shape else "",
         "numel": f"{facts.numel:,}",
@@ -39,7 +40,7 @@ def row(facts: ParameterFacts) -> dict[str, str]:
         "device": facts.device,
         "id": "" if facts.id is None else str(facts.id),
         "status": facts.zero_status or "",
-        "sharded": ", ".join(sharded),
+        "sharded": ", ".join(sharding),
         "holds": ", ".join(facts.holds),
         "also": ", ".join(facts.aliases),
     }
@@ -50,19 +51,20 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def table(rows: Iterable[dict[str, str]]) -> str:
-    """Aligned columns under their headings; a column with nothing in it is left out."""
+    """Return aligned columns under their headings, without empty columns."""
     listed = list(rows)
     widths = {
         heading: max((len(row.get(heading, "")) for row in listed), default=0)
         for heading in HEADINGS
     }
     columns = {heading: max(width, len(heading)) for heading, width in widths.items() if width}
-    lines = [dict(zip(HEADINGS, HEADINGS, strict=True)), *listed]
-    cells = (((row.get(h, ""), h, width) for h, width in columns.items()) for row in lines)
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if h in ("numel", "id") else text.ljust(width)
-            for text, h, width in row
-        ).rstrip()
-        for row in cells
-    )
+    headings = dict(zip(HEADINGS, HEADINGS, strict=True))
+    return "\n".join(_line(row, columns) for row in [headings, *listed])
+
+
+def _line(row: dict[str, str], columns: dict[str, int]) -> str:
+    cells = []
+    for heading, width in columns.items():
+        text = row.get(heading, "")
+        cells.append(text.rjust(width) if heading in ("numel", "id") else text.ljust(width))
+    return "  ".join(cells).rstrip()

@@ -1,10 +1,10 @@
-"""The events of a run as Parquet: a folder, `rank=0/part-0.parquet` and so on, as Hive, Spark and
-everybody else reads it.
+"""Writes the events of a run as Parquet: a folder with `rank=0/part-0.parquet` and so on, the
+layout that Hive, Spark and most other tools read.
 
-Takes boxes one by one, writes each in batches; needs pyarrow. Columns and their types are those of
-`blackbox/columns.py`, the same in every file; texts are dictionary-encoded, pages compressed with
-zstd. Who wrote a file is in its metadata. A file that has its name is whole: it is written beside
-it and renamed. So one that is there already, of the same box, is not written again.
+Takes boxes one by one and writes each in batches; needs pyarrow. Columns and their types are those
+of `blackbox/columns.py`, the same in every file. Texts are dictionary-encoded, pages compressed
+with zstd. The metadata of a file describes its rank and box. Each file gets its name only when it
+is complete, so an export that resumes does not write it again if the box is the same.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, Column, Texts, columns, rows_of
 from torchwhere.blackbox.summary import BoxSummary
-from torchwhere.core.atomic_file import check_space, partial_path
+from torchwhere.core.atomic_file import check_space, partial_path, replacing
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.rank_text import ranks_to_text
 from torchwhere.core.version import __version__
 
-BATCH = 1 << 16  # events that are turned into columns together, and a row group
+BATCH = 1 << 16  # events of a batch, which becomes a row group
 _SOURCE = b"torchwhere.source"
 _NAME = "part-0.parquet"
 _NEEDS = (
@@ -37,7 +37,7 @@ _NEEDS = (
 
 
 class ParquetFolder:
-    """Writes a file for each rank into a folder, which has another name until all are there."""
+    """Writes a file for each rank into a folder, which has another name until it is complete."""
 
     def __init__(self, target: Path, *, kinds: set[str] | None) -> None:
         try:
@@ -50,7 +50,7 @@ class ParquetFolder:
         types = {NUMBER: self._pa.int64(), FLAG: self._pa.bool_()}
         text = self._pa.dictionary(self._pa.int32(), self._pa.string())
         self._schema: Any = self._pa.schema(
-            [(name, types.get(sort, text)) for name, sort in COLUMNS.items()]
+            [(name, types.get(type_, text)) for name, type_ in COLUMNS.items()]
         )
 
     def __enter__(self) -> ParquetFolder:
@@ -64,23 +64,23 @@ class ParquetFolder:
         return self
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Of an export that was interrupted, what can be used stays; what cannot goes."""
+        """Delete the files of an interrupted export that this export cannot use."""
         wanted = {path for rank in ranks for path in (self._path(rank), self._path(rank).parent)}
-        # what is in a folder before the folder
+        # in reverse order: the content of a folder comes before the folder
         for path in sorted(self._part.rglob("*"), reverse=True):
             if path not in wanted:
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def __exit__(self, *error: object) -> None:
-        """What is whole stays for the next time."""
+        """Give the folder its name. After an error, keep the complete files for the next export."""
         if not any(error):
-            self._put()
+            self._replace_target()
         else:
             with contextlib.suppress(OSError):
-                self._part.rmdir()  # which does nothing if there is anything in it
+                self._part.rmdir()  # fails if the folder has files, which stay
 
-    def _put(self) -> None:
-        """Give what is whole its name. What had it before goes only when the new one is there."""
+    def _replace_target(self) -> None:
+        """Give the folder its name. Delete an earlier export only after that."""
         if not self._target.is_dir():
             os.replace(self._part, self._target)
             return
@@ -98,46 +98,36 @@ class ParquetFolder:
         return self._part / f"rank={rank}" / _NAME
 
     def _source(self, box: Box | BoxSummary) -> bytes:
-        """Which box, how much of it and which of its events: a file with the same source need not
+        """The box, its state and the chosen kinds of events. A file with the same source need not
         be written again."""
-        said = [
-            *box.run,
-            box.rank,
-            box.checksum,
-            box.counts.good,
-            sorted(self._kinds) if self._kinds is not None else None,
-        ]
-        return json.dumps([*said, __version__]).encode()
+        kinds = sorted(self._kinds) if self._kinds is not None else None
+        source = [*box.run, box.rank, box.checksum, box.counts.good, kinds, __version__]
+        return json.dumps(source).encode()
 
-    def has(self, label: BoxSummary) -> int | None:
+    def has(self, summary: BoxSummary) -> int | None:
         try:
-            found = self._pq.read_metadata(self._path(label.rank))
+            file = self._pq.read_metadata(self._path(summary.rank))
         except (OSError, self._pa.ArrowException):
             return None
-        return (
-            int(found.num_rows)
-            if (found.metadata or {}).get(_SOURCE) == self._source(label)
-            else None
-        )
+        is_same = (file.metadata or {}).get(_SOURCE) == self._source(summary)
+        return int(file.num_rows) if is_same else None
 
     def write(self, box: Box) -> int:
         path = self._path(box.rank)
         path.parent.mkdir(exist_ok=True)
-        beside = path.with_name(f".{_NAME}.{os.getpid()}")
         rows = rows_of(box, kinds=self._kinds)
         schema = self._schema
-        # Without the schema of Arrow in it, every reader finds plain texts, and not what Arrow
-        # calls a dictionary.
-        with self._pq.ParquetWriter(beside, schema, compression="zstd", store_schema=False) as file:
+        # Without Arrow's schema in the file, every reader gets plain texts instead of Arrow's
+        # dictionary type.
+        with (
+            replacing(path) as part,
+            self._pq.ParquetWriter(part, schema, compression="zstd", store_schema=False) as file,
+        ):
             for start in range(0, len(rows), BATCH):
-                found = columns(box, rows[start : start + BATCH])
-                file.write_table(
-                    self._pa.table(
-                        [self._array(column) for column in found.values()], schema=schema
-                    )
-                )
+                batch = columns(box, rows[start : start + BATCH])
+                arrays = [self._array(column) for column in batch.values()]
+                file.write_table(self._pa.table(arrays, schema=schema))
             file.add_key_value_metadata(self._metadata(box))
-        os.replace(beside, path)
         return len(rows)
 
     def _array(self, column: Column) -> Any:
@@ -154,14 +144,16 @@ class ParquetFolder:
             for name in ("good", "torn", "unknown", "overwritten", "torn_entries")
         }
         groups = [self._group(group) for group in box.groups().values()]
-        said = {"version": __version__, "rank": box.meta, "counts": counts, "groups": groups}
-        return {
-            f"torchwhere.{key}".encode(): json.dumps(value).encode() for key, value in said.items()
-        } | {_SOURCE: self._source(box)}
+        values = {"version": __version__, "rank": box.meta, "counts": counts, "groups": groups}
+        metadata = {
+            f"torchwhere.{key}".encode(): json.dumps(value).encode()
+            for key, value in values.items()
+        }
+        return metadata | {_SOURCE: self._source(box)}
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A process group; of its members a short text, as every file has it. The text of the world
-        is made once for all."""
+        """A process group with its members as a short text. All files share the texts: that of the
+        world is made only once."""
         ranks = group.get("ranks")
         members = tuple(ranks) if isinstance(ranks, list) and set(map(type, ranks)) <= {int} else ()
         if members not in self._members:

@@ -1,5 +1,7 @@
-"""`torchwhere.phases`: where the time of a step goes, in this process or in a recorded run. Reading
-a run needs no torch."""
+"""`torchwhere.phases`: how long each phase of a step takes, in this process or in a recorded run.
+
+Reading a run needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +13,43 @@ from torchwhere.blackbox.run import BoxRun, read_run
 from torchwhere.diagnose import phases as diagnosis
 from torchwhere.diagnose.phases import Phases
 
-_NOBODY = "nobody has watched this process yet: with torchwhere.watch(): ..."
+_NO_WATCH = "this process has not been watched yet; use: with torchwhere.watch(): ..."
 
 
 def phases(
     run: BoxRun | str | os.PathLike[str] | None = None, *, ranks: Iterable[int] | None = None
 ) -> Phases:
-    """Where the time of a step goes: count, total, mean, max and share of every phase.
+    """Return where the time of a step goes: count, total, mean, max and share of each phase.
 
-    Without a run: of this process, in the watch that is running or ran last. With a run, or the
-    name of its folder: of all its ranks, or of those in `ranks`.
+    Args:
+        run: A run, or the name of its folder. Without it, the phases of this process, in the
+            running watch or else the last one.
+        ranks: The ranks of the run. Without it, all of them.
+
+    Returns:
+        A table with one row for each phase.
+
+    Raises:
+        TorchwhereError: The folder holds no run, or the run has no box of one of the ranks.
+        TypeError: `run` is something else.
+
+    Example:
+        print(torchwhere.phases("run/", ranks=[0, 1]))
     """
     if run is None:
         return _of_this_process()
-    read = _read(run)
-    return diagnosis.phases(read, ranks=read.checked_ranks(ranks))
+    box_run = _read(run)
+    return diagnosis.phases(box_run, ranks=box_run.checked_ranks(ranks))
 
 
 def _of_this_process() -> Phases:
-    # not there: nothing was watched, and torch need not be there either
-    watching = sys.modules.get("torchwhere.hooks.phases")
-    latest = watching.latest() if watching is not None else None
+    # Not imported here: before the first watch this module is not loaded, and torch may be missing.
+    hook = sys.modules.get("torchwhere.hooks.phases")
+    latest = hook.latest() if hook is not None else None
     return (
         diagnosis.table({latest.rank: latest.sums()})
         if latest is not None
-        else Phases((), {}, (_NOBODY,))
+        else Phases((), {}, (_NO_WATCH,))
     )
 
 

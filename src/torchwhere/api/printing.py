@@ -1,8 +1,8 @@
-"""Printing and logging from many ranks: `print_rank` and `rank_log`.
+"""Prints and logs from many ranks: `print_rank` and `rank_log`.
 
-Lines come out whole however many processes print at once (`core/locked_write.py`), and every line
-says whose it is. A file for each rank is for comparing: `torchwhere diff run/` shows where the
-ranks part. Works before and without `init_process_group`, inside and outside a watch, and without
+Lines stay whole even if many processes print at once (`core/locked_write.py`), and every line names
+its rank. `rank_log` writes a file for each rank; `torchwhere diff run/` shows where the files
+diverge. Works before and without `init_process_group`, inside and outside a watch, and without
 torch.
 """
 
@@ -35,7 +35,7 @@ Ranks = int | str | Iterable[int]
 def get_rank() -> int:
     """The rank of this process: from the process group if there is one, else from the launcher
     (`RANK`), else 0."""
-    # not imported for this: without it there is no group
+    # Not imported here: if it is not loaded, there is no process group.
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
@@ -44,18 +44,18 @@ def get_rank() -> int:
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """The place of the calling thread, with the line that `frame` was called from; without a watch
-    the rank alone."""
-    session = _watch()
+    """The place of the calling thread, with the line that called `frame`. Without a watch only the
+    rank is known."""
+    session = _session()
     if session is None:
         return Place(rank=get_rank(), step=None, pass_="outside", certainty=Certainty.UNKNOWN)
     return session.recorder.place(frame)
 
 
-def _watch() -> Session | None:
-    # without it nobody watches, and torch may not even be here
-    process = sys.modules.get("torchwhere.api.watch")
-    return None if process is None else process.current()
+def _session() -> Session | None:
+    # Not imported here: before the first watch it is not loaded, and torch may be missing.
+    watch = sys.modules.get("torchwhere.api.watch")
+    return None if watch is None else watch.current()
 
 
 # -- printing --------------------------------------------------------------------------------------
@@ -70,11 +70,24 @@ def print_rank(
     file: TextIO | None = None,
     flush: bool = True,
 ) -> None:
-    """Print on some ranks: `ranks` is one, several, or "all". Every line begins with `[rank]`, or
-    with the place if asked for.
+    """Print on some ranks. Every line begins with `[rank]`, or with the place.
 
-    The text is written at once and whole, as if `flush` were always true: a part of it that stays
-    behind could be torn.
+    Args:
+        *values: The values to print, as for `print`.
+        ranks: The ranks that print: one rank, several, or "all".
+        place: Begin the lines with the current place instead of the rank.
+        sep: The text between the values.
+        end: The text after the last value.
+        file: The file to write to; by default `sys.stdout`.
+        flush: Has no effect, the text is always written at once: a part that stays in a buffer
+            could be mixed with the lines of other ranks.
+
+    Raises:
+        TypeError: `ranks` has the wrong type.
+        ValueError: A rank is negative, or `ranks` is a text other than "all".
+
+    Example:
+        torchwhere.print_rank("loss", loss.item(), ranks=[0, 1], place=True)
     """
     rank = get_rank()
     if not is_among(rank, ranks):
@@ -84,15 +97,15 @@ def print_rank(
 
 
 def print_whole(text: str, *, file: TextIO | None = None) -> None:
-    """Write a text whole to `file`, or to where `print` would write it."""
+    """Write a text to `file` or to `sys.stdout`, without lines of other processes in between."""
     file = sys.stdout if file is None else file
-    if file is not None:  # a process without a console has none
-        _unseen_by_dynamo()
+    if file is not None:  # `sys.stdout` is None in a process without a console
+        _hide_from_dynamo()
         write_whole(text, file)
 
 
 def is_among(rank: int, ranks: Ranks) -> bool:
-    """Whether `rank` is one of those asked for. Raises for what cannot be a choice of ranks."""
+    """Whether `rank` is one of `ranks`. Raises an error if `ranks` is not a choice of ranks."""
     if isinstance(ranks, str):
         if ranks != "all":
             raise ValueError(f'ranks={ranks!r}: expected a rank, several of them, or "all"')
@@ -103,19 +116,19 @@ def is_among(rank: int, ranks: Ranks) -> bool:
         chosen = list(ranks)
     else:
         raise TypeError(f'ranks={ranks!r}: expected a rank, several of them, or "all"')
-    for one in chosen:
-        if not isinstance(one, int) or isinstance(one, bool):
-            raise TypeError(f"ranks={ranks!r}: {one!r} is not a rank")
-        if one < 0:
+    for number in chosen:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"ranks={ranks!r}: {number!r} is not a rank")
+        if number < 0:
             raise ValueError(f"ranks={ranks!r}: ranks are counted from 0")
     return rank in chosen
 
 
 def _prefixed(prefix: str, text: str) -> str:
-    """Every line with the prefix, so that the lines of one rank can be picked out of many."""
+    """Put the prefix before every line, so that a search finds all lines of one rank."""
     lines = text.removesuffix("\n").split("\n")
-    marked = "\n".join(f"{prefix} {line}" if line else prefix for line in lines)
-    return f"{marked}\n" if text.endswith("\n") else marked
+    prefixed = "\n".join(f"{prefix} {line}" if line else prefix for line in lines)
+    return f"{prefixed}\n" if text.endswith("\n") else prefixed
 
 
 # -- a file for each rank --------------------------------------------------------------------------
@@ -129,11 +142,26 @@ def rank_log(
     sep: str = " ",
     end: str = "\n",
 ) -> None:
-    """Add a line to `log_rank_<rank>.txt`, in `folder`, else in the folder of the watch, else in
-    the working directory.
+    """Append a line to `log_rank_<rank>.txt`.
 
-    The line is in the file when this returns. The files are closed at exit; `torchwhere diff`
-    compares them.
+    The line is in the file when the function returns. torchwhere closes the files at exit;
+    `torchwhere diff` compares them.
+
+    Args:
+        *values: The values to write, as for `print`.
+        folder: The folder of the file. The default is the output folder of the watch, or else the
+            working directory.
+        rank: The rank in the name of the file; by default the rank of this process.
+        place: Begin the lines with the current place.
+        sep: The text between the values.
+        end: The text after the last value.
+
+    Raises:
+        TorchwhereError: The file cannot be opened.
+        ValueError: `rank` is not a rank.
+
+    Example:
+        torchwhere.rank_log("grad norm", norm.item())
     """
     rank = get_rank() if rank is None else rank
     prefix = f"[{place_of(sys._getframe(1))}]" if place else ""
@@ -142,7 +170,7 @@ def rank_log(
 
 
 def append(text: str, *, folder: str | os.PathLike[str] | None, rank: int) -> io.FileIO:
-    """Add a text to the file of a rank, whole, and give the open file."""
+    """Append a text to the file of a rank in one write. Returns the open file."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
         raise ValueError(f"rank={rank!r}: expected a rank, counted from 0")
     path = (_folder() if folder is None else Path(folder)).absolute() / f"log_rank_{rank}.txt"
@@ -150,13 +178,12 @@ def append(text: str, *, folder: str | os.PathLike[str] | None, rank: int) -> io
 
 
 def _folder() -> Path:
-    session = _watch()
+    session = _session()
     return Path.cwd() if session is None or session.out is None else session.out
 
 
 class _Logs:
-    """The open files of this process. For all threads; a forked child starts with files of its
-    own."""
+    """The open files of this process, for all threads. A forked child opens its own."""
 
     def __init__(self) -> None:
         self._begin()
@@ -165,48 +192,47 @@ class _Logs:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._files: dict[Path, io.FileIO] = {}
-        self._said: set[Path] = set()
+        self._warned: set[Path] = set()
 
     def append(self, path: Path, data: bytes) -> io.FileIO:
-        if self._pid != os.getpid():  # forked: another thread may have held the lock at that moment
+        if self._pid != os.getpid():  # after a fork, a thread of the parent may hold the lock
             self._begin()
         with self._lock:
             file = self._opened(path)
             try:
                 write_all(file.fileno(), data)
-            except OSError as error:  # a full disk: not worth a training
-                self._say_once(path, error)
+            except OSError as error:  # for example a full disk, which must not end the training
+                self._warn_once(path, error)
         return file
 
     def _opened(self, path: Path) -> io.FileIO:
         file = self._files.get(path)
-        # somebody has closed or deleted it
+        # the program may have closed or deleted the file
         if file is None or file.closed or os.fstat(file.fileno()).st_nlink == 0:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # Unbuffered, at the end: whole lines, whichever processes of this rank write.
+                # Unbuffered appends keep lines whole if several processes of this rank write.
                 file = open(path, "ab", buffering=0)  # noqa: SIM115 - kept open for the next line
             except OSError as error:
                 raise TorchwhereError(
-                    f"{path} cannot be written: {error.strerror}. Choose another folder with"
-                    " folder=..."
+                    f"cannot write {path}: {error.strerror}. Choose another folder with folder=..."
                 ) from None
             if not self._files:
                 atexit.register(self.close)
             self._files[path] = file
         return file
 
-    def _say_once(self, path: Path, error: OSError) -> None:
-        if path not in self._said:
-            self._said.add(path)
+    def _warn_once(self, path: Path, error: OSError) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
             log.warning(
-                "torchwhere: %s cannot be written (%s): lines are lost, the job goes on",
+                "torchwhere: cannot write %s (%s): lines are lost, the job continues",
                 path,
                 error.strerror,
             )
 
     def close(self) -> None:
-        """Close them all; the next line opens its file again."""
+        """Close all files. The next line opens its file again."""
         atexit.unregister(self.close)
         with self._lock:
             for file in self._files.values():
@@ -221,23 +247,23 @@ close_logs = _logs.close
 
 # -- torch.compile ---------------------------------------------------------------------------------
 
-_NOT_FOR_DYNAMO = (print_rank, print_whole, write_whole, rank_log, append)
-_is_unseen = False
+_HIDDEN_FROM_DYNAMO = (print_rank, print_whole, write_whole, rank_log, append)
+_is_hidden = False
 
 
-def _unseen_by_dynamo() -> None:
-    """Where a compiled function prints, the graph breaks and dynamo would compile the frames below:
-    it is told not to, once."""
-    global _is_unseen
-    if not _is_unseen and "torch" in sys.modules:
+def _hide_from_dynamo() -> None:
+    """Keep dynamo from compiling these functions, once torch is loaded. A compiled function that
+    prints breaks its graph there, and dynamo would compile the frames below."""
+    global _is_hidden
+    if not _is_hidden and "torch" in sys.modules:
         from torchwhere.hooks._torch import unseen
 
-        for function in _NOT_FOR_DYNAMO:
+        for function in _HIDDEN_FROM_DYNAMO:
             unseen(function)
-        _is_unseen = True
+        _is_hidden = True
 
 
 for _function in (print_rank, rank_log):
-    # what torch.compiler.disable sets, without importing torch for it
+    # torch.compiler.disable sets this attribute; it is set here without importing torch
     _function.__dict__["_torchdynamo_disable"] = True
-_unseen_by_dynamo()
+_hide_from_dynamo()

@@ -1,13 +1,12 @@
-"""Python's `logging` with the place: `PlaceFilter` stamps records, `RankHandler` writes them whole,
-rank by rank.
+"""Adds the place to Python's `logging`: `PlaceFilter` adds it to records, `RankHandler` writes them
+to a file for each rank.
 
-A record gets `place` (the text of the whole) and its parts as `place_rank`, `place_step`,
-`place_pass`, `place_module`, `place_call` and `place_line`: plain `module` and `lineno` are
-logging's own. `rank` is there too unless the record has one.
+A record gets `place` (the whole place as text) and its parts as `place_rank`, `place_step`,
+`place_pass`, `place_module`, `place_call` and `place_line`: logging itself uses `module` and
+`lineno`. It also gets `rank`, unless it already has one.
 
-A log call inside a log call, and what torchwhere itself logs, is stamped with the rank alone:
-asking for the place could lead to the next log call, or wait for a lock that the one who logs is
-holding.
+A log call inside a log call, and records of torchwhere itself, get only the rank: computing the
+place could log again, or wait for a lock that the logging code holds.
 """
 
 from __future__ import annotations
@@ -26,35 +25,45 @@ from torchwhere.core.place import Certainty, Place, shown
 PLACE_FORMAT = "[%(place)s] %(levelname)s %(name)s: %(message)s"
 
 
-class _Asking(threading.local):
-    """Whether this thread is asking for a place."""
+class _Lookup(threading.local):
+    """Whether this thread is computing a place."""
 
-    now = False
+    is_running = False
 
 
 class PlaceFilter(logging.Filter):
-    """Stamps every record with the place it was logged at, and lets it pass. For loggers and for
-    handlers."""
+    """Adds the current place to every log record, and drops none. For loggers and handlers.
 
-    _asking = _Asking()
+    A record gets `place` (text), `place_rank`, `place_step`, `place_pass`, `place_module`,
+    `place_call`, `place_line`, and `rank` unless it already has one.
+
+    Example:
+        handler = logging.StreamHandler()
+        handler.addFilter(torchwhere.PlaceFilter())
+        handler.setFormatter(logging.Formatter("[%(place)s] %(message)s"))
+        logging.getLogger().addHandler(handler)
+    """
+
+    _lookup = _Lookup()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not hasattr(record, "place_rank"):  # the first one to stamp it stood nearest
-            self._stamp(record, self._place(record))
+        """Add the place to a record. Returns True."""
+        if not hasattr(record, "place_rank"):  # the first filter is nearest to the log call
+            self._add_place(record, self._place(record))
         return True
 
     def _place(self, record: logging.LogRecord) -> Place:
-        if not self._asking.now and record.name.partition(".")[0] != "torchwhere":
-            self._asking.now = True
+        if not self._lookup.is_running and record.name.partition(".")[0] != "torchwhere":
+            self._lookup.is_running = True
             try:
                 return place_of(sys._getframe(2))
-            except Exception:  # a log call never fails over where it was made
+            except Exception:  # a log call must not fail because its place is unknown
                 pass
             finally:
-                self._asking.now = False
+                self._lookup.is_running = False
         return Place(rank=get_rank(), step=None, pass_="outside", certainty=Certainty.UNKNOWN)
 
-    def _stamp(self, record: logging.LogRecord, place: Place) -> None:
+    def _add_place(self, record: logging.LogRecord, place: Place) -> None:
         is_known = place.certainty is not Certainty.UNKNOWN
         record.place = str(place) if is_known else f"rank {place.rank}"
         record.place_rank = place.rank
@@ -68,10 +77,22 @@ class PlaceFilter(logging.Filter):
 
 
 class RankHandler(logging.Handler):
-    """Writes records, stamped with their place, to the rank's own file (see `rank_log`), or whole
-    to `file` from some ranks.
+    """Writes log records with their place to `log_rank_<rank>.txt` (see `rank_log`), or to a file
+    that all ranks share.
 
-    `folder` is where the files go; `ranks` says which ranks write at all: one, several, or "all".
+    Args:
+        level: The lowest level of the records.
+        folder: The folder of the files. The default is the output folder of the watch, or else the
+            working directory.
+        file: Write to this open file instead, for example `sys.stderr`. Lines stay whole.
+        ranks: The ranks that write: one rank, several, or "all".
+
+    Raises:
+        TypeError: `ranks` has the wrong type.
+        ValueError: Both `folder` and `file` are given, or `ranks` is not a choice of ranks.
+
+    Example:
+        logging.getLogger().addHandler(torchwhere.RankHandler(logging.INFO))
     """
 
     def __init__(
@@ -84,17 +105,18 @@ class RankHandler(logging.Handler):
     ) -> None:
         super().__init__(level)
         if file is not None and folder is not None:
-            raise ValueError("RankHandler(file=..., folder=...): records go to one or the other")
+            raise ValueError("RankHandler(file=..., folder=...): give only one of them")
         self._ranks = (
             list(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else ranks
         )
-        is_among(0, self._ranks)  # say now what is wrong with them, not at the first record
+        is_among(0, self._ranks)  # raises for wrong ranks now, not at the first record
         self._folder, self._file = folder, file
-        # before the handler's lock is taken: finding the place may need locks of its own
+        # A filter runs before the handler takes its lock: computing the place may need other locks.
         self.addFilter(PlaceFilter())
         self.setFormatter(logging.Formatter(PLACE_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, if this rank is one of `ranks`."""
         try:
             rank = get_rank()
             if is_among(rank, self._ranks):
@@ -103,5 +125,5 @@ class RankHandler(logging.Handler):
                     append(text, folder=self._folder, rank=rank)
                 else:
                     write_whole(text, self._file)
-        except Exception:  # as every handler of logging does
+        except Exception:  # as in every handler of logging
             self.handleError(record)

@@ -1,9 +1,9 @@
-"""A recorded run as programs and notebooks hold it: `run = torchwhere.read_run("run/")`, and a
-method for each question.
+"""A recorded run for programs and notebooks: `run = torchwhere.read_run("run/")`, with a method for
+each question.
 
-What the commands print, as objects: `run.comms()`, `run.phases()`, `run.layout()`, `run.groups()`,
-`run.diff()`, and the events themselves. Every answer shows itself, has `to_dict()`, and where it is
-a table `to_pandas()`. Reading needs no torch.
+The methods return as objects what the commands print: `run.comms()`, `run.phases()`,
+`run.layout()`, `run.groups()`, `run.diff()`, and the events. Every result has a `repr`, text, HTML
+and `to_dict()`; a table also has `to_pandas()`. Reading needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchwhere.blackbox import run as boxes
+from torchwhere.blackbox import run as box_runs
 from torchwhere.blackbox.columns import Column, Texts, columns, joined, rows_of
 from torchwhere.core.events import known_kinds
 from torchwhere.core.results import pandas
@@ -32,33 +32,82 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, repr=False)
-class Run(boxes.BoxRun):
-    """One job: `boxes` by rank, `missing` ranks, `caveats()`, `events(...)`, and the answers of the
-    commands.
+class Run(box_runs.BoxRun):
+    """A recorded run: the boxes of one job, and a method for each command.
 
-    `ranks` is everywhere the ranks to look at; all of them without it.
+    Attributes:
+        folder: The folder with the boxes.
+        boxes: The boxes by rank.
+        earlier: The paths of boxes of earlier runs or restarts in the same folder.
+        unreadable: Boxes that cannot be read.
+
+    Example:
+        run = torchwhere.read_run("run/")
+        print(run.comms(ranks=[0]))
+        for event in run.events(kinds={"note"}):
+            print(event)
     """
 
     def comms(self, *, ranks: Iterable[int] | None = None) -> Comms:
-        """Which collectives each module causes."""
+        """Count the collectives that each module causes.
+
+        Args:
+            ranks: The ranks to use. Without it, all of them.
+
+        Raises:
+            TorchwhereError: The run has no box of one of the ranks.
+
+        Example:
+            run.comms().counts["all_reduce"]
+        """
         from torchwhere.diagnose.comms.tree import comms
 
         return comms(self, ranks=self.checked_ranks(ranks))
 
     def phases(self, *, ranks: Iterable[int] | None = None) -> Phases:
-        """Where the time of a step goes."""
+        """Return where the time of a step goes: count, total, mean, max and share of each phase.
+
+        Args:
+            ranks: The ranks to use. Without it, all of them.
+
+        Raises:
+            TorchwhereError: The run has no box of one of the ranks.
+
+        Example:
+            print(run.phases())
+        """
         from torchwhere.diagnose.phases import phases
 
         return phases(self, ranks=self.checked_ranks(ranks))
 
     def layout(self, *, ranks: Iterable[int] | None = None) -> Layouts:
-        """How the model lies over the ranks, and which ranks differ."""
+        """Return how the model is sharded over the ranks, and which ranks differ.
+
+        Args:
+            ranks: The ranks to use. Without it, all of them.
+
+        Raises:
+            TorchwhereError: The run has no box of one of the ranks.
+
+        Example:
+            print(run.layout())
+        """
         from torchwhere.diagnose.layout.layouts import layouts
 
         return layouts(self, ranks=self.checked_ranks(ranks))
 
     def groups(self, *, ranks: Iterable[int] | None = None) -> Groups:
-        """The process groups."""
+        """Return the process groups and their ranks.
+
+        Args:
+            ranks: The ranks to use. Without it, all of them.
+
+        Raises:
+            TorchwhereError: The run has no box of one of the ranks.
+
+        Example:
+            print(run.groups())
+        """
         from torchwhere.diagnose.groups import groups
 
         return groups(self, ranks=self.checked_ranks(ranks))
@@ -66,13 +115,29 @@ class Run(boxes.BoxRun):
     def diff(
         self, *, logs: Sequence[str | os.PathLike[str]] = (), ranks: Iterable[int] | None = None
     ) -> Diff:
-        """Where the ranks part, in their events and in their logs."""
+        """Find where the ranks diverge, in their events and in their log files.
+
+        Args:
+            logs: Log files to compare as well, one for each rank.
+            ranks: The ranks to use. Without it, all of them.
+
+        Raises:
+            TorchwhereError: The run has no box of one of the ranks, or there is nothing to
+                compare.
+
+        Example:
+            print(run.diff())
+        """
         from torchwhere.diagnose.diff.comparison import diff
 
-        return diff(self, logs=[Path(one) for one in logs], ranks=self.checked_ranks(ranks))
+        return diff(self, logs=[Path(path) for path in logs], ranks=self.checked_ranks(ranks))
 
     def to_dict(self) -> dict[str, Any]:
-        """What there is, without the events."""
+        """Return a summary of the run as values for JSON, without the events.
+
+        Example:
+            run.to_dict()["missing"]
+        """
         return {
             "folder": str(self.folder),
             "world_size": self.world_size,
@@ -93,41 +158,80 @@ class Run(boxes.BoxRun):
     def to_pandas(
         self, *, ranks: Iterable[int] | None = None, kinds: Iterable[str] | None = None
     ) -> Any:
-        """The events as a `pandas.DataFrame`: `rank`, then the columns of `torchwhere export`;
-        texts are categories."""
-        found, known, wanted = pandas(), self.checked_ranks(ranks), known_kinds(kinds)
-        chosen = [box for rank, box in self.in_order() if known is None or rank in known]
-        parts = [columns(box, rows_of(box, kinds=wanted)) for box in chosen]
-        of_rank = np.repeat([box.rank for box in chosen], [len(part["kind"]) for part in parts])
-        return found.DataFrame(
-            {"rank": of_rank}
-            | {name: _array(found, column) for name, column in joined(parts).items()}
-        )
+        """Return the events as a `pandas.DataFrame`.
+
+        Args:
+            ranks: Only these ranks.
+            kinds: Only events of these kinds.
+
+        Returns:
+            The column `rank`, then the columns of `torchwhere export`. Texts are categories.
+
+        Raises:
+            TorchwhereError: pandas is not installed, or the run has no box of one of the ranks.
+            ValueError: There is no such kind of event.
+
+        Example:
+            run.to_pandas(kinds={"collective"}).groupby("op")["bytes"].sum()
+        """
+        pd, chosen, wanted = pandas(), self.checked_ranks(ranks), known_kinds(kinds)
+        boxes = [box for rank, box in self.in_order() if chosen is None or rank in chosen]
+        parts = [columns(box, rows_of(box, kinds=wanted)) for box in boxes]
+        rank_column = np.repeat([box.rank for box in boxes], [len(part["kind"]) for part in parts])
+        events = {name: _array(pd, column) for name, column in joined(parts).items()}
+        return pd.DataFrame({"rank": rank_column} | events)
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to
-    read."""
-    found = boxes.read_run(os.fspath(folder))
-    return Run(found.folder, found.boxes, found.earlier, found.unreadable)
+    """Read the newest run in a folder.
+
+    Args:
+        folder: The folder with the boxes. The job may still be running.
+
+    Returns:
+        The run. It reads the boxes of a large job only when they are used.
+
+    Raises:
+        TorchwhereError: The folder holds no readable box.
+
+    Example:
+        run = torchwhere.read_run("run/")
+        print(run)
+    """
+    run = box_runs.read_run(os.fspath(folder))
+    return Run(run.folder, run.boxes, run.earlier, run.unreadable)
 
 
 def doctor(folder: str | os.PathLike[str], *, stall_s: float = STALL_S) -> Verdict:
-    """Who hangs, who differs, who died, and why: one verdict on the run in a folder, at any time.
+    """Diagnose the run in a folder: which ranks hang, differ or exited, and why.
 
-    A wait of `stall_s` seconds is a hang. `verdict.kind`, `verdict.culprits`, `verdict.ranks`;
-    printed it says why.
+    It works while the job runs and after it ended.
+
+    Args:
+        folder: The folder with the boxes.
+        stall_s: A wait of this many seconds is a hang.
+
+    Returns:
+        The verdict. `kind` and `culprits` name the problem, `ranks` has a report on each rank, and
+        `str()` explains it.
+
+    Raises:
+        TorchwhereError: The folder holds no readable box.
+
+    Example:
+        verdict = torchwhere.doctor("run/")
+        print(verdict.kind, verdict.culprits)
+        print(verdict)
     """
     from torchwhere.pipeline.verdict import diagnose_folder
 
     return diagnose_folder(os.fspath(folder), stall_s=stall_s)
 
 
-def _array(found: Any, column: Column) -> Any:
-    """A column as pandas keeps it: texts as categories, numbers that may be missing."""
+def _array(pd: Any, column: Column) -> Any:
+    """A column as an array of pandas: texts as categories, numbers as nullable integers."""
     if isinstance(column, Texts):
-        return found.Categorical.from_codes(
-            column.codes, categories=found.Index(column.values, dtype="str")
-        )
-    make = found.arrays.BooleanArray if column.values.dtype == bool else found.arrays.IntegerArray
+        categories = pd.Index(column.values, dtype="str")
+        return pd.Categorical.from_codes(column.codes, categories=categories)
+    make = pd.arrays.BooleanArray if column.values.dtype == bool else pd.arrays.IntegerArray
     return make(column.values, column.missing)

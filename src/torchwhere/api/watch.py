@@ -1,11 +1,11 @@
-"""The watch of this process: `start`, `stop`, and `watch`, which is both as a context manager and a
-decorator.
+"""Starts and stops the watch of this process: `start`, `stop`, and `watch`, which combines them as
+a context manager and a decorator.
 
-There is at most one session per process. A `watch` inside a watch joins the one that is running.
-Only a wrong call raises.
+A process has at most one session. A `watch` inside a watch joins the session that is running. Only
+a wrong argument raises.
 
-Listeners (`on_module`) outlive watches. While one is there and nobody watches, a session in memory
-runs for it; a watch that wants a file takes its place.
+Listeners (`on_module`) outlive watches. Without a watch, a session in memory runs for them; a watch
+with an output folder or module events replaces that session.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _lock = threading.RLock()
 _current: Session | None = None
 _listeners: list[Listener] = []
-_minds_forks = False
+_has_fork_handlers = False
 
 
 def current() -> Session | None:
-    """The watch that is running."""
+    """Return the running session; None without a watch and without listeners."""
     return _current
 
 
@@ -46,7 +46,27 @@ def start(
     module_events: bool = False,
     records: int = DEFAULT_RECORDS,
 ) -> None:
-    """Begin to watch this process. Inside another watch: join it."""
+    """Start to watch this process. Inside another watch, join it.
+
+    Use it where a `with` block does not fit, and call `stop()` for each `start()`.
+
+    Args:
+        model: The model whose modules are named. Without it, torchwhere finds the root module at
+            the first call of a module.
+        out: The folder for the black boxes, one file for each rank. Without it nothing is written,
+            and `where()` works all the same.
+        module_events: Also record every module call as an event.
+        records: The number of events in the ring of each rank; each takes 64 bytes.
+
+    Raises:
+        TypeError: `model` is not a `torch.nn.Module`.
+        ValueError: `records` is below 16.
+
+    Example:
+        torchwhere.start(model, out="run/")
+        train(model)
+        torchwhere.stop()
+    """
     _check(model, records)
     folder = Path(out) if out is not None else None
     with _lock:
@@ -60,14 +80,21 @@ def start(
             _current.modules.add_model(model)
         if folder is not None and folder.absolute() != (_current.out and _current.out.absolute()):
             log.warning(
-                "torchwhere: already watching, into %s; %s is not used",
+                "torchwhere: a watch is already running and records to %s; %s is not used",
                 _current.out or "memory",
                 folder,
             )
 
 
 def stop(reason: str = "stop") -> None:
-    """End the innermost watch. The last one to end takes everything back."""
+    """End the innermost watch. The end of the outermost watch removes everything it installed.
+
+    Args:
+        reason: The reason that the box records as the end of the watch.
+
+    Example:
+        torchwhere.stop()
+    """
     with _lock:
         if _current is not None and _current.depth > 0:
             _current.depth -= 1
@@ -86,7 +113,7 @@ def _begin(
     depth: int = 1,
 ) -> None:
     global _current
-    _mind_forks()
+    _register_fork_handlers()
     _current = Session(
         model, out=out, module_events=module_events, records=records, on_exit=_stop_all
     )
@@ -96,7 +123,7 @@ def _begin(
 
 
 def listen(listener: Listener) -> None:
-    """Have a listener told of modules, by this watch and all that come, until `unlisten`."""
+    """Call a listener for every module call, in this watch and all later ones, until `unlisten`."""
     with _lock:
         _listeners.append(listener)
         if _current is None:
@@ -106,7 +133,7 @@ def listen(listener: Listener) -> None:
 
 
 def unlisten(listener: Listener) -> None:
-    """The end of `listen`. The last to go ends a session that ran for listeners alone."""
+    """Remove a listener. Stop the session if it ran only for listeners and none is left."""
     with _lock:
         if listener in _listeners:
             _listeners.remove(listener)
@@ -124,8 +151,8 @@ def _stop_all(reason: str) -> None:
             session.close(reason)
 
 
-def tell(error: BaseException) -> None:
-    """An exception is about to end the watch."""
+def record_exception(error: BaseException) -> None:
+    """Record an exception that is about to end the watch."""
     session = _current
     if session is not None and not isinstance(error, SystemExit):
         quietly(session.report_exception, error)
@@ -143,14 +170,16 @@ def _check(model: object, records: int) -> None:
         )
 
 
-def _mind_forks() -> None:
-    """Python has no way to unregister this; it is registered once and does nothing while nobody
-    watches."""
-    global _minds_forks
-    if not _minds_forks:
-        _minds_forks = True
+def _register_fork_handlers() -> None:
+    """Register the handlers once: Python cannot unregister them. They do nothing without a
+    session."""
+    global _has_fork_handlers
+    if not _has_fork_handlers:
+        _has_fork_handlers = True
         os.register_at_fork(
-            before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked
+            before=_before_fork,
+            after_in_parent=_after_fork_in_parent,
+            after_in_child=_after_fork_in_child,
         )
 
 
@@ -159,12 +188,12 @@ def _before_fork() -> None:
         _current.heartbeat.before_fork()
 
 
-def _after_fork() -> None:
+def _after_fork_in_parent() -> None:
     if _current is not None:
         _current.heartbeat.after_fork()
 
 
-def _forked() -> None:
+def _after_fork_in_child() -> None:
     global _current, _lock
     _lock = threading.RLock()
     session, _current = _current, None
@@ -173,13 +202,27 @@ def _forked() -> None:
         session.abandon()
 
 
-class watch:  # noqa: N801 - read as a verb: `with watch(model):`
+class watch:  # noqa: N801 - called like a function: `with watch(model):`
     """Watch this process: a context manager and a decorator.
 
-    `model` names the modules; without it the root is found at the first call. `out` is the folder
-    for the black boxes, one file per rank; without it nothing is written, and `where()` works all
-    the same. `module_events` records every module call as an event too; `records` is the size of
-    the ring, 64 bytes each.
+    A watch inside a watch joins it. An exception that ends the block is recorded and propagates
+    unchanged.
+
+    Args:
+        model: The model whose modules are named. Without it, torchwhere finds the root module at
+            the first call of a module.
+        out: The folder for the black boxes, one file for each rank. Without it nothing is written,
+            and `where()` works all the same.
+        module_events: Also record every module call as an event.
+        records: The number of events in the ring of each rank; each takes 64 bytes.
+
+    Raises:
+        TypeError: `model` is not a `torch.nn.Module`.
+        ValueError: `records` is below 16.
+
+    Example:
+        with torchwhere.watch(model, out="run/"):
+            train(model)
     """
 
     def __init__(
@@ -201,7 +244,7 @@ class watch:  # noqa: N801 - read as a verb: `with watch(model):`
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            tell(error)
+            record_exception(error)
         stop("stop" if error is None else failure(error))
 
     def __call__(self, function: Function) -> Function:
@@ -214,13 +257,12 @@ class watch:  # noqa: N801 - read as a verb: `with watch(model):`
 
 
 @_torch.unseen
-def quietly(tell: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Notes and phases are ours, not the job's: what goes wrong in them is said once and goes no
-    further."""
+def quietly(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Call a function of torchwhere. Its errors do not reach the job; the first is logged."""
     try:
-        tell(*args, **kwargs)
+        function(*args, **kwargs)
     except Exception as error:
-        _notes_trouble(error)
+        _note_errors(error)
 
 
-_notes_trouble = ErrorLimiter("notes and phases", lambda: None)
+_note_errors = ErrorLimiter("notes and phases", lambda: None)

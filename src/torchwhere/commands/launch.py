@@ -105,7 +105,7 @@ def _put_first(folder: str) -> None:
 
 
 def _watched(execute: Callable[[str], None], script: str) -> None:
-    from torchwhere.api.watch import stop, tell
+    from torchwhere.api.watch import record_exception, stop
 
     reason = "exit 0"
     try:
@@ -116,7 +116,7 @@ def _watched(execute: Callable[[str], None], script: str) -> None:
     except BaseException as error:
         reason = failure(error)
         _print_as(error, _without_launcher(error.__traceback__))
-        tell(error)
+        record_exception(error)
         raise
     finally:
         stop(reason)

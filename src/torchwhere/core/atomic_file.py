@@ -25,7 +25,7 @@ def replace_file(path: Path, content: str | bytes) -> bool:
     """Write a file atomically. Returns False, and raises nothing, if the system refuses."""
     data = content.encode() if isinstance(content, str) else content
     try:
-        with _replacing(path) as part:
+        with replacing(path) as part:
             part.write_bytes(data)
     except OSError:
         return False
@@ -48,7 +48,7 @@ def destination(out: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             return
         _check_file(path)
         path = path.resolve()  # replace the target of a symbolic link, not the link
-        with _replacing(path) as part:
+        with replacing(path) as part:
             with part.open("xb") as file:
                 check_space(file)
                 yield file
@@ -110,7 +110,7 @@ def check_space(file: IO[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path that replaces `path` when the block ends; delete it on failure."""
     part = _temporary_path(path)
     try:

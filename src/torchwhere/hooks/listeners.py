@@ -29,11 +29,18 @@ Owner = weakref.ref[nn.Module]
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module, as callbacks get it: the name, the number of the call in this step, the
-    pass and the step.
+    """One call of a module, as callbacks get it.
 
-    `call` is None if it is no longer known. Enter and exit of one call have equal objects, so it
-    can be a key.
+    Enter and exit of a call get equal objects, so it can be the key of a dictionary.
+
+    Attributes:
+        name: The name of the module, as in `state_dict`; "" is the root module.
+        call: The number of the call within the step, from 0; None if it is no longer known.
+        pass_: `forward`, `backward` or `recompute`.
+        step: The number of the step.
+
+    Example:
+        torchwhere.on_module(enter=lambda module, call: print(call.step, call.name))
     """
 
     name: str
