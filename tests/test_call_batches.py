@@ -165,7 +165,7 @@ def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> 
 
 
 def test_counts_without_names(folder: Path) -> None:
-    """A box whose table is cut off has counts without names: its label says so, and it is not
+    """A box whose table is cut off has counts without names: its summary says so, and it is not
     read."""
     box = read_box(folder / "rank3.box")
     assert not summarize(box).lacks_counts

@@ -71,7 +71,9 @@ def decoded(data: bytes) -> HostSnapshot:
 def calls_of_snapshot(found: HostSnapshot) -> JobCalls:
     job_calls = JobCalls()
     job_calls.add_batch(
-        found.batch, encoder=1, wanted={said.label.path for said in found.batch.rank_summaries}
+        found.batch,
+        encoder=1,
+        wanted={said.box_summary.path for said in found.batch.rank_summaries},
     )
     return job_calls
 
@@ -104,19 +106,19 @@ def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> N
             alone.shared_ids.group(key).name: count for key, count in alone.counts.items()
         }
         # Cut arrays start at another number; every other field of a summary is equal.
-        own = {"label", "parts", "last", "pairs_at"}
+        own = {"box_summary", "parts", "last", "pairs_at"}
         assert {
             name: value for name, value in told.rank_summary._asdict().items() if name not in own
         } == {
             name: value for name, value in alone.rank_summary._asdict().items() if name not in own
         }
-        assert told.label.path == Path(f"b:{box.path}")
-        assert (told.label.rank, told.label.run, told.label.counts) == (
+        assert told.box_summary.path == Path(f"b:{box.path}")
+        assert (told.box_summary.rank, told.box_summary.run, told.box_summary.counts) == (
             box.rank,
             box.run,
             box.counts,
         )
-        assert (told.box, told.label.meta["source_host"]) == (None, "b")
+        assert (told.box, told.box_summary.meta["source_host"]) == (None, "b")
 
 
 def test_the_end_comes_through(snapshot: HostSnapshot) -> None:
@@ -143,7 +145,7 @@ def test_clocks(snapshot: HostSnapshot) -> None:
         one.issued_ns(key, calls.last) - other.issued_ns(next(iter(other.calls)), calls.last)
         == 10**9
     )
-    assert one.label.last_ns - other.label.last_ns == 10**9
+    assert one.box_summary.last_ns - other.box_summary.last_ns == 10**9
     assert after.statuses[8].alive_ns == 4 * 10**9
 
 
@@ -296,7 +298,7 @@ def test_wrong_content_does_no_harm(
     told = decode_snapshot(sealed(changed, arrays))
     if isinstance(told, HostSnapshot):
         labels: dict[int, BoxSummary] = {
-            said.label.rank: said.label for said in told.batch.rank_summaries
+            said.box_summary.rank: said.box_summary for said in told.batch.rank_summaries
         }
         run = RunSummary(Path("run"), {rank: labels[rank] for rank in sorted(labels)})
         if labels:
@@ -384,7 +386,7 @@ def bomb(_: HostSnapshot) -> bytes:
         ),
         (changed_by(lambda head: head.update(host="x" * 1000)), "a text is missing or too long"),
         (
-            changed_by(lambda head: head["ranks"][0]["label"].update(rank=True)),
+            changed_by(lambda head: head["ranks"][0]["box_summary"].update(rank=True)),
             "a number is missing or out of range",
         ),
     ],
