@@ -67,7 +67,7 @@ def nothing_recorded() -> None:
 def code_path(
     request: pytest.FixtureRequest, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """Calls of modules are recorded by Python's own code, or by the native part."""
+    """Python code records module calls, or the native extension does."""
     with monkeypatch.context() as patch:
         patch.setenv(loading.SWITCH, "0")
         if request.param == "native":

@@ -49,8 +49,8 @@ class Bucket:
 
 @dataclass(slots=True)
 class BucketProgress:
-    """How many buckets of one DDP instance a backward has reduced. The native part has a class of
-    its own, and updates it."""
+    """How many buckets of one DDP instance a backward has reduced. The native extension has a class
+    of its own, and updates it."""
 
     task: int = -1
     next: int = 0
