@@ -84,7 +84,7 @@ class PythonPhaseNode(PhaseNode):
 
 @cache
 def _type_of_steps(native: NativeExtension | None) -> type[PhaseNode]:
-    """The class of the node that counts steps: the native extension writes to it, if it is loaded."""
+    """The class of the node that counts steps. The native extension writes to it."""
     if native is None:
         return PythonPhaseNode
     return type("NativeNode", (native.Sum, PhaseNode), {"__slots__": _OTHERS})
