@@ -21,7 +21,7 @@ from torch import nn
 
 from torchwhere.hooks import _torch
 from torchwhere.model.module_names import NameTable
-from torchwhere.model.tensors import Slot
+from torchwhere.model.tensors import WeakSlot
 
 if TYPE_CHECKING:
     from torchwhere.native.load import NativeExtension
@@ -158,7 +158,7 @@ class Reducer:
         return any(index < len(plan) and plan[index].numel == numel for plan in self._plans)
 
 
-def _reduced(ddp: Any) -> Iterator[Slot]:
+def _reduced(ddp: Any) -> Iterator[WeakSlot]:
     """The parameters that DDP reduces, in its order. Each is a weak reference to its module and a
     key: `swap_tensors` refuses a tensor that has a weak reference."""
     ignored = getattr(ddp, "parameters_to_ignore", ())

@@ -25,7 +25,7 @@ from torch import nn
 from torchwhere.core.gc_pause import gc_paused
 from torchwhere.model.fsdp_states import managed, unit_classes
 from torchwhere.model.module_walk import ModuleWalk, below, walk
-from torchwhere.model.tensors import Slot, TensorNames
+from torchwhere.model.tensors import TensorNames, WeakSlot
 
 _FEW_ROOTS = 64
 _MOST_UNKNOWN = 4096  # tensors that are in no known model and are remembered
@@ -250,7 +250,7 @@ class NameTable:
                 (self._alive.get(id(module)), key, self.modules.get(id(module), ()))
                 for module, key in owners
             ]
-            named: list[tuple[str, Slot]] = [
+            named: list[tuple[str, WeakSlot]] = [
                 (below(name, key), (ref, key))
                 for ref, key, names in holders
                 if ref is not None

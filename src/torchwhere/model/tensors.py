@@ -16,7 +16,7 @@ import torch
 
 from torchwhere.model.fsdp_states import Managed
 
-Slot = tuple[weakref.ref[Any], str]  # a module, and the key under which it has a tensor
+WeakSlot = tuple[weakref.ref[Any], str]  # a module, and the key under which it has a tensor
 _NONE: list[str] = []
 
 
@@ -25,7 +25,7 @@ class _Entry:
 
     __slots__ = ("managed", "names", "slots")
 
-    def __init__(self, names: list[str], slots: list[Slot]) -> None:
+    def __init__(self, names: list[str], slots: list[WeakSlot]) -> None:
         self.names = names
         self.slots = slots
         self.managed: Managed | None = None
@@ -75,7 +75,7 @@ class TensorNames:
             del self._of[id(tensor)]
         return entry.names
 
-    def _at(self, slot: Slot) -> object:
+    def _at(self, slot: WeakSlot) -> object:
         module = slot[0]()
         if module is None:
             return None
@@ -85,7 +85,7 @@ class TensorNames:
         except AttributeError:  # that of a ScriptModule is no dictionary
             return dict(held.items()).get(slot[1])
 
-    def add(self, tensor: torch.Tensor, name: str, slot: Slot) -> None:
+    def add(self, tensor: torch.Tensor, name: str, slot: WeakSlot) -> None:
         """Note that a tensor is in this place, under this name. It must be there now."""
         entry = self._of.get(id(tensor))
         if entry is None or not self.of(tensor):  # unknown, or the id of one that is gone
@@ -94,7 +94,7 @@ class TensorNames:
             entry.names.append(name)
             entry.slots.append(slot)
 
-    def add_managed(self, managed: Managed, named: list[tuple[str, Slot]]) -> list[int]:
+    def add_managed(self, managed: Managed, named: list[tuple[str, WeakSlot]]) -> list[int]:
         """Note all tensors that stand for one parameter, also those that are in no module now.
         Gives their ids."""
         ids = []
