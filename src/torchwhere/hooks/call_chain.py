@@ -236,9 +236,9 @@ class CallChains:
     def _holder(self, param: torch.Tensor, track: Track) -> Made | None:
         """The latest call of the module that has the parameter: its gradient is accumulated
         there."""
-        spot = self._locator.spot_of_param(param)
-        if spot.module:
-            packed = spot.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD
+        place_ids = self._locator.place_ids_of_param(param)
+        if place_ids.module:
+            packed = place_ids.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD
             for maker in (track, self._locator.threads.main):
                 begin = self.of(maker).last(packed) if maker is not None and maker.count else _NONE
                 if maker is not None and begin != _NONE:

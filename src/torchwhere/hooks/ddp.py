@@ -42,7 +42,7 @@ class Bucket:
     completed_by: int = 0  # the id of the parameter whose gradient launched it last
     # that parameter, only until its place is found: the job may free a model during a watch
     param: torch.Tensor | None = None
-    spot: Any = None  # the place of that parameter, once it is found
+    place_ids: Any = None  # the place of that parameter, once it is found
     index: int = 0  # its position among the buckets of its instance at the last reduction
     progress: Any = None  # of that instance
 
@@ -257,7 +257,7 @@ class Reducers:
         reducer.progress.turn = next(self.turns)
         bucket = reducer.bucket(task, tensor)
         if bucket is not None and bucket.completed_by != key:
-            bucket.completed_by, bucket.param, bucket.spot = key, param, None
+            bucket.completed_by, bucket.param, bucket.place_ids = key, param, None
         return bucket
 
     def _at_the_end(self, task: int, tensor: torch.Tensor) -> Reducer | None:
