@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
-from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.threads import BACKWARD_PLACE, FIRST_MODULE_PLACE, Track
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 
 _OP = type(torch.ops.aten.add.Tensor)  # ops with a process group have a subclass of it
 COLLECTIVE_NAMESPACES = (

@@ -30,10 +30,10 @@ from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.fast_path import FastPath
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.listeners import Listeners
-from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.shown_frames import shown_as
 from torchwhere.hooks.threads import BACKWARD_PLACE, Track
-from torchwhere.model.graph_walk import roots_of, walk
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, roots_of, walk
 
 OnBackwardError = Callable[[BaseException, Track, Any], None]
 

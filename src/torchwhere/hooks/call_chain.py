@@ -20,7 +20,7 @@ import torch
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, PASS_SHIFT
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
-from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.threads import (
     BACKWARD_PLACE,
     FIRST_MODULE_PLACE,
@@ -31,6 +31,7 @@ from torchwhere.hooks.threads import (
     Track,
     pass_of,
 )
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 
 _NONE = -1
 _NO_NAMES: frozenset[str] = frozenset()

@@ -25,9 +25,9 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Certainty, Pass, Place
 from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.threads import FIRST_MODULE_PLACE, OPTIMIZER_PLACE, Threads, Track, pass_of
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 from torchwhere.model.module_names import NameTable, owner
 
-ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
 _OPTIMIZER_FRAMES = (
     "Optimizer.profile_hook_step.<locals>.wrapper",
     "DeepSpeedEngine.step",  # the original, or our wrapper of it

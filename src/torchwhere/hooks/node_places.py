@@ -15,7 +15,8 @@ from torchwhere.blackbox.file_format import NO_CALL
 from torchwhere.core.place import Certainty, Pass
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.threads import LOG_LENGTH, LOG_MASK, Track
-from torchwhere.model.backward_graph import ACCUMULATE_GRAD_SEQ, CERTAINTIES, Places
+from torchwhere.model.backward_graph import CERTAINTIES, Places
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 
 _INFERRED, _EXACT = CERTAINTIES.index(Certainty.INFERRED), CERTAINTIES.index(Certainty.EXACT)
 

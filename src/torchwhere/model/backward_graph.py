@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from torchwhere.core.interner import Interner
 from torchwhere.core.place import Certainty
 from torchwhere.core.results import Tabular
-from torchwhere.model.graph_walk import Numbers, Trail, is_leaf, sources
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, Numbers, Trail, is_leaf, sources
 from torchwhere.model.module_names import owner
 from torchwhere.model.saved_tensors import is_freed
 from torchwhere.render import graph as views
 
-ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
 CERTAINTIES = (Certainty.UNKNOWN, Certainty.INFERRED, Certainty.EXACT)
 Shape = tuple[int | str, ...]  # a symbolic size is a text
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.uint32]
 
 ACCUMULATE_GRAD = "AccumulateGrad"
+ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # the sequence number of every AccumulateGrad node
 _HELD = "torchwhere"  # key in a node's metadata
 _DEEPEST = 500  # nodes that torch may free recursively; its frames take about 300 bytes each
 
