@@ -299,7 +299,7 @@ def test_a_table_in_parts_is_a_table() -> None:
     in_parts.begin_root(model)
     rounds = 0
     while not in_parts.is_complete:
-        in_parts.go_on()
+        in_parts.continue_walks()
         rounds += 1
     assert rounds > 3
     assert in_parts.modules == at_once.modules

@@ -19,7 +19,7 @@ from torch import nn
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
 from torchwhere.model.module_names import NameTable
-from torchwhere.model.module_walk import ModuleWalk, below, name_below
+from torchwhere.model.module_walk import ModuleWalk, child_name, name_below
 from torchwhere.model.wrappers import innermost, wrapped
 
 _MOST_SEARCHED = 200  # modules of a model, if a model of the same class was searched before
@@ -102,7 +102,7 @@ class ModuleNamer:
             if within == OUTSIDE or self._foreign.is_foreign(module, within):
                 return None
             self._names.begin_refresh()
-        self._names.go_on()
+        self._names.continue_walks()
         name = self._known_name(module)
         caller = self._called.get(within)
         if name is None and caller is not None and not self._names.is_complete:
@@ -118,7 +118,7 @@ class ModuleNamer:
         relative = name_below(outer, module)
         if relative is None:
             return None
-        name = below(outer_name, relative)
+        name = child_name(outer_name, relative)
         self._names.set_provisional(module, name)
         return name
 
@@ -147,7 +147,7 @@ class ModuleNamer:
         """The name of a module that was added to a known model."""
         if self._names.is_complete:
             self._names.begin_refresh()
-            self._names.go_on()
+            self._names.continue_walks()
         name = self._known_name(module)
         if name is None:
             name = self._name_below(root, self._known_name(root), module)
@@ -161,7 +161,7 @@ class ModuleNamer:
         is_complete = self._names.is_complete
         self._names.begin_root(root, prefix=prefix)
         if is_complete:
-            self._names.go_on()
+            self._names.continue_walks()
         else:  # this call has named enough modules, and an older root may contain the new one
             self._names.set_provisional(root, prefix)
         name = self._known_name(module)

@@ -1,14 +1,13 @@
-"""Names of modules, parameters and buffers, as in the user's own `state_dict`, whatever wraps the
-model.
+"""Names of modules, parameters and buffers, as in the `state_dict` of the unwrapped model.
 
 `NameTable` holds the names for a watch and for the public functions; it refers to modules weakly.
 A tied module or parameter has several names, in the order of a depth-first walk; the first one is
 shown. A root is named in one of two ways:
 
 - `add_root` names everything below it at once, about 7 us a module.
-- `begin_root` names the root alone, and each `go_on` a limited number of modules: the first call of
-  a module must not wait for the names of 10,000 others. A method that needs all names, such as
-  `param_names`, finishes the walk.
+- `begin_root` names only the root, and each `continue_walks` names a limited number of modules: the
+  first call of a module must not wait for the names of 10,000 others. A method that needs all
+  names, such as `param_names`, finishes the walk.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import nn
 
 from torchwhere.core.gc_pause import gc_paused
 from torchwhere.model.fsdp_states import managed, unit_classes
-from torchwhere.model.module_walk import ModuleWalk, below, walk
+from torchwhere.model.module_walk import ModuleWalk, child_name, walk
 from torchwhere.model.tensors import TensorNames, WeakSlot
 
 _FEW_ROOTS = 64
@@ -92,9 +91,9 @@ class NameTable:
         self._scan(self._new_root(root, prefix))
 
     def begin_root(self, root: nn.Module, *, prefix: str = "") -> None:
-        """Name a root now, and the modules below it when `go_on` is called."""
+        """Name a root now, and the modules below it when `continue_walks` is called."""
         with self._lock:
-            self._remember(root, prefix)
+            self._add(root, prefix)
             self._walk_again(self._new_root(root, prefix))
 
     def _new_root(self, module: nn.Module, prefix: str) -> _Root:
@@ -148,7 +147,7 @@ class NameTable:
             root.walk = ModuleWalk(module, prefix=root.prefix)
             self._unfinished.append(root)
 
-    def go_on(self) -> None:
+    def continue_walks(self) -> None:
         """Name a limited number of further modules, the oldest root first."""
         left = _MOST_AT_ONCE
         with self._lock, gc_paused():
@@ -156,7 +155,7 @@ class NameTable:
                 root = self._unfinished[0]
                 if root.walk is not None and root.ref() is not None:
                     for name, module in root.walk.next(left):
-                        self._remember(module, name)
+                        self._add(module, name)
                         left -= 1
                 if root.walk is None or root.ref() is None or root.walk.is_over:
                     root.walk = None
@@ -195,19 +194,19 @@ class NameTable:
         root.walk, root.is_scanned = None, True
         if module is None:
             return
-        remember, note, classes, units = self._remember, self._note, unit_classes(), []
+        add, name_tensors, classes, units = self._add, self._name_tensors, unit_classes(), []
         has_buffers = self.buffers is not None
         with gc_paused():
             for name, part in walk(module, prefix=root.prefix):
-                ref = remember(part, name)
+                ref = add(part, name)
                 if part._parameters or (has_buffers and part._buffers) or ref.tensors:
-                    note(part, ref, f"{name}." if name else "")
+                    name_tensors(part, ref, f"{name}." if name else "")
                 if classes and isinstance(part, classes):
                     units.append(part)
             for unit in units:
-                self._note_managed(unit)
+                self._name_managed(unit)
 
-    def _remember(self, module: nn.Module, name: str) -> _ModuleRef:
+    def _add(self, module: nn.Module, name: str) -> _ModuleRef:
         key = id(module)
         if self._provisional and self._provisional.pop(key, name) != name:
             self.on_renamed(module)
@@ -225,7 +224,7 @@ class NameTable:
         ref.key, ref.tensors = id(module), []
         return ref
 
-    def _note(self, module: nn.Module, ref: _ModuleRef, start: str) -> None:
+    def _name_tensors(self, module: nn.Module, ref: _ModuleRef, start: str) -> None:
         """Name the tensors that a module has now."""
         now: list[int] = []
         for key, tensor in module._parameters.items():
@@ -240,10 +239,10 @@ class NameTable:
         if ref.tensors and ref.tensors != now:
             missing = set(ref.tensors).difference(now)
             now += [key for key in missing if self.params.is_managed(key)]
-            self._leave(ref, missing.difference(now))
+            self._remove_tensors(ref, missing.difference(now))
         ref.tensors = now
 
-    def _note_managed(self, unit: nn.Module) -> None:
+    def _name_managed(self, unit: nn.Module) -> None:
         """Name the tensors of an FSDP unit that are in no module now: FSDP replaces the tensors of
         its modules."""
         for param, owners in managed(unit):
@@ -252,7 +251,7 @@ class NameTable:
                 for module, key in owners
             ]
             named: list[tuple[str, WeakSlot]] = [
-                (below(name, key), (ref, key))
+                (child_name(name, key), (ref, key))
                 for ref, key, names in holders
                 if ref is not None
                 for name in names
@@ -262,11 +261,11 @@ class NameTable:
                 if ref is not None:
                     ref.tensors += [key for key in ids if key not in ref.tensors]
 
-    def _leave(self, ref: _ModuleRef, tensors: Iterable[int]) -> None:
+    def _remove_tensors(self, ref: _ModuleRef, tensors: Iterable[int]) -> None:
         for key in tensors:
-            self.params.leave(key, ref)
+            self.params.remove_slots(key, ref)
             if self.buffers is not None:
-                self.buffers.leave(key, ref)
+                self.buffers.remove_slots(key, ref)
 
     def _forget(self, dead: weakref.ref[object]) -> None:
         key = dead.key  # type: ignore[attr-defined]
@@ -275,7 +274,7 @@ class NameTable:
             self.modules.pop(key, None)
             self._foreign.discard(key)
             self._provisional.pop(key, None)
-            self._leave(ref, ref.tensors)
+            self._remove_tensors(ref, ref.tensors)
 
     # -- look-up -----------------------------------------------------------------------------------
 
@@ -326,8 +325,8 @@ class NameTable:
             self._unknown.clear()
         return names
 
-    def look_no_further(self) -> None:
-        """Forget the roots, and keep the names."""
+    def forget_roots(self) -> None:
+        """Forget the roots and keep the names. No search finds further modules after this."""
         self._roots.clear()
         self._unfinished.clear()
 

@@ -137,12 +137,12 @@ def name_below(outer: nn.Module, inner: nn.Module) -> str | None:
         wrapped = wrapped_key(type(module))
         key = _key_of(inner, children, _MOST_COMPARED - compared)
         if key is not None:
-            return name if key == wrapped else below(name, key)
+            return name if key == wrapped else child_name(name, key)
         compared += len(children)
         looked_into = list(islice(children.items(), _MOST_OPENED - opened))
         opened += len(looked_into)
         pending.extend(
-            (name if key == wrapped else below(name, key), child)
+            (name if key == wrapped else child_name(name, key), child)
             for key, child in looked_into
             if child is not None and child._modules
         )
@@ -155,7 +155,7 @@ def _key_of(inner: nn.Module, children: Mapping[str, object], most: int) -> str 
     return next(compress(children, is_inner), None)
 
 
-def below(module: str, key: str) -> str:
+def child_name(module: str, key: str) -> str:
     """The name of a child or tensor of a module, from the module's name and the key."""
     return f"{module}.{key}" if module else key
 

@@ -21,6 +21,7 @@ from torchwhere.core.model_layout import Mesh
 from torchwhere.model.fsdp import HeldParam, Slot, fsdp1_facts, fsdp1_params, fsdp2_params
 from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state, is_fsdp1
 from torchwhere.model.meshes import Meshes, placement_texts
+from torchwhere.model.module_walk import child_name
 from torchwhere.model.wrappers import WRAPPER_PARTS
 
 Shape = tuple[int, ...]
@@ -28,6 +29,7 @@ Shape = tuple[int, ...]
 PARAMETER, BUFFER, FLAT_PARAMETER = "parameter", "buffer", "flat parameter"
 # the name of the flat parameter of an FSDP1 unit, unless FSDP1 keeps the original parameters
 FLAT_KEY = "_flat_param"
+_UNNAMED_PARTS = WRAPPER_PARTS - {"module"}  # a user's module may be called `module`
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +225,5 @@ def _mesh_label(tensor: Any) -> str | None:
 def originals(flat: Any, *, unit: str = "") -> tuple[str, ...]:
     """The names of the original parameters in a flat parameter. They begin with `unit` and contain
     no parts of wrappers."""
-    below = (
-        ".".join(part for part in fqn.split(".") if part not in WRAPPER_PARTS - {"module"})
-        for fqn in flat._fqns
-    )
-    return tuple(f"{unit}.{fqn}" if unit else fqn for fqn in below)
+    parts = ((part for part in fqn.split(".") if part not in _UNNAMED_PARTS) for fqn in flat._fqns)
+    return tuple(child_name(unit, ".".join(named)) for named in parts)

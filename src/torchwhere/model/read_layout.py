@@ -23,7 +23,7 @@ from torchwhere.core.tree_folder import TreeFolder
 from torchwhere.model import units
 from torchwhere.model.fsdp import RESHARD_UNDECIDED, HeldParam, class_name
 from torchwhere.model.meshes import Meshes
-from torchwhere.model.module_walk import walk
+from torchwhere.model.module_walk import child_name, walk
 from torchwhere.model.tensor_parallel import plan_of
 from torchwhere.model.units import Manager
 from torchwhere.model.wrappers import innermost, wrapped
@@ -156,7 +156,7 @@ class _Walk:
                 frames[-1].done.append((frame.key, node))
                 continue
             key, module = child
-            name = f"{frame.name}.{key}" if frame.name else key
+            name = child_name(frame.name, key)
             first_name = self._module_names.get(id(module))
             if first_name is not None:
                 cls = class_name(innermost(module))
@@ -238,7 +238,7 @@ class _Walk:
 
     def _param(self, module: nn.Module, name: str, key: str) -> Param | None:
         tensor = module._parameters[key] if key in module._parameters else None  # noqa: SIM401 - a ScriptModule has no `get`
-        full = f"{name}.{key}" if name else key
+        full = child_name(name, key)
         unit, held = self._held(module, key, tensor)
         if held is None:
             return None

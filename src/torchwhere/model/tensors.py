@@ -110,7 +110,7 @@ class TensorNames:
     def drop(self, tensor: object) -> None:
         self._entries.pop(id(tensor), None)
 
-    def leave(self, key: int, module: weakref.ref[Any]) -> None:
+    def remove_slots(self, key: int, module: weakref.ref[Any]) -> None:
         """Remove the names of a tensor in a module that was freed, or no longer has the tensor."""
         entry = self._entries.get(key)
         if entry is not None:

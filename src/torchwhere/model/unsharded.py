@@ -14,7 +14,7 @@ from torch import nn
 
 from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state
 from torchwhere.model.module_names import NameTable
-from torchwhere.model.module_walk import walk
+from torchwhere.model.module_walk import child_name, walk
 from torchwhere.model.parameters import FLAT_KEY
 
 
@@ -34,13 +34,10 @@ def _fully_sharded(module: nn.Module, table: NameTable) -> Iterator[tuple[int, l
         whole, info = getattr(managed, "_unsharded_param", None), managed._module_info
         if whole is not None:
             names = table.known_names(info.module)
-            yield (
-                id(whole),
-                [f"{name}.{info.param_name}" if name else info.param_name for name in names],
-            )
+            yield id(whole), [child_name(name, info.param_name) for name in names]
 
 
 def _flat(module: nn.Module, name: str) -> Iterator[tuple[int, list[str]]]:
     flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
     if flat is not None:
-        yield id(flat), [f"{name}.{FLAT_KEY}" if name else FLAT_KEY]
+        yield id(flat), [child_name(name, FLAT_KEY)]
