@@ -77,13 +77,13 @@ def test_encoders_agree(folder: Path) -> None:
 
 def all_calls(rank_calls: RankCalls) -> dict[Any, Any]:
     """All calls, as events, which do not depend on ids."""
-    found = {}
+    by_stream = {}
     for key, calls in rank_calls.calls.items():
-        title = (rank_calls.shared_ids.group(key), key.source, key.destination)
-        found[title] = [
+        stream = (rank_calls.shared_ids.group(key), key.source, key.destination)
+        by_stream[stream] = [
             rank_calls.issued(key, number) for number in range(calls.first, calls.last + 1)
         ]
-    return found
+    return by_stream
 
 
 # -- numbers that do not simply follow each other --------------------------------------------------
@@ -111,7 +111,7 @@ def box_of(numbers: list[int]) -> Box:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "kept"),
+    ("numbers", "expected"),
     [
         ([], []),
         ([5], [5]),
@@ -124,18 +124,20 @@ def box_of(numbers: list[int]) -> Box:
     ],
     ids=["none", "one", "whole", "hole", "holes", "swapped", "anew", "twice"],
 )
-def test_numbers(numbers: list[int], kept: list[int]) -> None:
+def test_numbers(numbers: list[int], expected: list[int]) -> None:
     """A stream keeps its newest calls without a gap: swapped ones in order, and for a recreated
     group only the new ones."""
     rank_calls = encoded(box_of(numbers))
-    found = [
+    readable = [
         number
         for calls in rank_calls.calls.values()
         for number in range(calls.first, calls.last + 1)
     ]
-    assert found == kept
+    assert readable == expected
     assert all(
-        rank_calls.issued(key, number) is not None for key in rank_calls.calls for number in kept
+        rank_calls.issued(key, number) is not None
+        for key in rank_calls.calls
+        for number in expected
     )
     assert all(
         rank_calls.issued(key, -1) is None and rank_calls.order(key, 10**6) == -1
@@ -156,16 +158,16 @@ def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> 
     at = whole.geometry.ring_at + torn.number % whole.geometry.capacity * 64
     data[at + 20] ^= 0xFF
     (tmp_path / "rank3.box").write_bytes(data)
-    one, other = encoded(whole), encoded(read_box(tmp_path / "rank3.box"))
-    for key, calls_before in one.calls.items():
-        is_torn_stream = one.shared_ids.group(key).mesh_dim == "tp" and key.source == -1
+    before, after = encoded(whole), encoded(read_box(tmp_path / "rank3.box"))
+    for key, calls_before in before.calls.items():
+        is_torn_stream = before.shared_ids.group(key).mesh_dim == "tp" and key.source == -1
         first = torn.fields["number"] + 1 if is_torn_stream else calls_before.first
-        assert (other.calls[key].first, other.calls[key].last) == (first, calls_before.last)
-        assert other.counts[key] == one.counts[key]
+        assert (after.calls[key].first, after.calls[key].last) == (first, calls_before.last)
+        assert after.counts[key] == before.counts[key]
 
 
 def test_counts_without_names(folder: Path) -> None:
-    """A box whose table is cut off has counts without names: its label says so, and it is not
+    """A box whose table is cut off has counts without names: its summary says so, and it is not
     read."""
     box = read_box(folder / "rank3.box")
     assert not summarize(box).lacks_counts
@@ -259,8 +261,8 @@ def test_roots_must_agree_and_peers_need_not() -> None:
 )
 def test_narrow(values: list[int], kind: str) -> None:
     """Numbers use as few bytes as they need, and come back unchanged."""
-    found, base = narrow(np.array(values, np.uint64))
-    assert (found.dtype.name, (found.astype(np.uint64) + base).tolist()) == (kind, values)
+    narrowed, base = narrow(np.array(values, np.uint64))
+    assert (narrowed.dtype.name, (narrowed.astype(np.uint64) + base).tolist()) == (kind, values)
 
 
 # -- folding ---------------------------------------------------------------------------------------

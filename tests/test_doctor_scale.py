@@ -271,7 +271,7 @@ def test_every_record_is_decoded_once(made: Made) -> None:
     batch = encoder.encode(reader.read(path) for path in paths)
     assert (
         encoder.decoded
-        == sum(rank_summary.label.counts.good for rank_summary in batch.rank_summaries)
+        == sum(rank_summary.box_summary.counts.good for rank_summary in batch.rank_summaries)
         == 6 * 48 * RANKS
     )
     arrays = (batch.codes, batch.steps, batch.records, batch.ticks)

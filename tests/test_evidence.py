@@ -28,7 +28,7 @@ from torchwhere.processes.status import ProcessStatus
 HOST = socket.gethostname()
 
 
-def label(rank: int, folder: Path, **meta: object) -> BoxSummary:
+def box_summary(rank: int, folder: Path, **meta: object) -> BoxSummary:
     last_ns = time.time_ns()
     meta = {"rank": rank, "host": HOST, "started_ns": last_ns, **meta}
     return BoxSummary(folder / f"rank{rank}.box", rank, ("", 0), True, last_ns, False, 0, meta)
@@ -122,7 +122,7 @@ def test_killed_by_the_oom_killer(tmp_path: Path) -> None:
         assert counter is not None
         meta = {"oom_counter": counter, "oom_kills": cgroup.oom_kills(counter)}
         boxes = {
-            rank: label(rank, tmp_path, pid=process.pid, **meta)
+            rank: box_summary(rank, tmp_path, pid=process.pid, **meta)
             for rank, process in enumerate(both)
         }
         before = look(boxes)
@@ -161,7 +161,7 @@ def stopped(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.skipif(py_spy.program() is None, reason="py-spy is not installed")
 def test_the_stack_of_a_stopped_process(stopped: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """A process that cannot answer still has a stack, innermost line first, and stays stopped."""
-    seen = look({0: label(0, tmp_path, pid=stopped.pid)}, stacks=[0])[0]
+    seen = look({0: box_summary(0, tmp_path, pid=stopped.pid)}, stacks=[0])[0]
     program = tmp_path / "train.py"
     assert seen.stack == (f"{program}:4 in stuck", f"{program}:6 in <module>")
     assert seen.is_stopped
@@ -184,7 +184,7 @@ def test_without_py_spy(
         program.chmod(0o755)
     monkeypatch.setattr(py_spy, "program", lambda: str(program) if spy is not None else None)
     monkeypatch.setattr(py_spy, "_PATIENCE_S", 0.3)
-    seen = look({0: label(0, tmp_path, pid=stopped.pid)}, stacks=[0])[0]
+    seen = look({0: box_summary(0, tmp_path, pid=stopped.pid)}, stacks=[0])[0]
     assert (seen.alive, seen.state, seen.stack) == (True, "T", ())
 
 
@@ -230,7 +230,7 @@ def test_dumps_beside_the_run(
 ) -> None:
     """Dumps in the run's folder show which device has reached the collective that all hosts are
     in."""
-    boxes = {rank: label(rank, tmp_path) for rank in range(4)}
+    boxes = {rank: box_summary(rank, tmp_path) for rank in range(4)}
     for recorder in started_on(*ranks):
         recorder.write(tmp_path)
     verdict = with_evidence(TOGETHER, boxes, tmp_path, may_ask=False)
@@ -243,7 +243,7 @@ def test_dumps_are_asked_for_once(tmp_path: Path) -> None:
     """A rank that listens on NCCL's pipe is asked once; a rank that has dumped since it stalled is
     not asked again."""
     settings = {"dump": str(tmp_path / "nccl_trace_rank_"), "pipe": str(tmp_path / "pipe")}
-    boxes = {rank: label(rank, tmp_path, flight_recorder=settings) for rank in range(4)}
+    boxes = {rank: box_summary(rank, tmp_path, flight_recorder=settings) for rank in range(4)}
     os.mkfifo(tmp_path / "pipe0.pipe")
     (tmp_path / "pipe1.pipe").write_text("")  # this rank has no pipe
     os.mkfifo(tmp_path / "pipe2.pipe")  # no process listens
@@ -277,7 +277,7 @@ def test_dumps_are_asked_for_once(tmp_path: Path) -> None:
 def test_dumps_that_add_nothing(kind: str, tmp_path: Path) -> None:
     """Dumps of a healthy job or of an earlier job are not read; refused dumps, and too many dumps,
     are mentioned."""
-    boxes = {rank: label(rank, tmp_path) for rank in range(300 if kind == "many" else 4)}
+    boxes = {rank: box_summary(rank, tmp_path) for rank in range(300 if kind == "many" else 4)}
     verdict, ranks = TOGETHER, 300 if kind == "many" else 1
     for rank in range(ranks):
         path = tmp_path / f"nccl_trace_rank_{rank}"

@@ -360,10 +360,19 @@ def test_inputs_are_read_off_the_code() -> None:
         "x.t()",
         "3",
     ]
-    assert [each.held for each in inputs] == [("parameter", "a.0.w"), None, None, None, None]
+    assert [expression.module_tensor for expression in inputs] == [
+        ("parameter", "a.0.w"),
+        None,
+        None,
+        None,
+        None,
+    ]
     assert graph_name(code) == f"{GRAPH_NAME}1"
-    assert Expression("self", ((".", "_buffers"), ("[", "mean"))).held == ("buffer", "mean")
-    assert Expression("self", ((".", "_modules"), ("[", "up"))).held is None
+    assert Expression("self", ((".", "_buffers"), ("[", "mean"))).module_tensor == (
+        "buffer",
+        "mean",
+    )
+    assert Expression("self", ((".", "_modules"), ("[", "up"))).module_tensor is None
 
 
 def test_code_that_is_not_understood_gives_nothing() -> None:

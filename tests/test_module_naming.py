@@ -67,7 +67,7 @@ def nothing_recorded() -> None:
 def code_path(
     request: pytest.FixtureRequest, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """Calls of modules are recorded by Python's own code, or by the native part."""
+    """Python code records module calls, or the native extension does."""
     with monkeypatch.context() as patch:
         patch.setenv(loading.SWITCH, "0")
         if request.param == "native":
@@ -299,7 +299,7 @@ def test_a_table_in_parts_is_a_table() -> None:
     in_parts.begin_root(model)
     rounds = 0
     while not in_parts.is_complete:
-        in_parts.go_on()
+        in_parts.continue_walks()
         rounds += 1
     assert rounds > 3
     assert in_parts.modules == at_once.modules

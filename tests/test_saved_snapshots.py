@@ -147,8 +147,12 @@ def test_statuses_of_a_rank_without_a_box(tmp_path: Path) -> None:
     assert is_of(run, VICTIM, own)
     assert not is_of(run, VICTIM, own | {"run": ["another", 0]})
     assert not is_of(run, RANKS, own)
-    (label,) = summaries_of({VICTIM: own, 0: own}, run).values()
-    assert (label.rank, label.meta["pid"], label.path.name) == (VICTIM, 7, f"rank{VICTIM}.box")
+    (summary,) = summaries_of({VICTIM: own, 0: own}, run).values()
+    assert (summary.rank, summary.meta["pid"], summary.path.name) == (
+        VICTIM,
+        7,
+        f"rank{VICTIM}.box",
+    )
     (tmp_path / "monitor-a.json").write_text(json.dumps({"ranks": {"12": own, "13": 5}}))
     (tmp_path / "monitor-b.json").write_text('{"ranks": [')
     assert saved_statuses(tmp_path) == {12: own}

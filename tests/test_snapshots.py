@@ -27,9 +27,7 @@ from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.job_calls import JobCalls
-
-# pytest collects classes that are called Test*
-from torchwhere.diagnose.calls.rank_calls import RankCalls as Said
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.decode import InvalidSnapshot, decode_snapshot
 from torchwhere.snapshots.encode import (
@@ -55,34 +53,38 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> list[Box]:
 
 @pytest.fixture(scope="module")
 def snapshot(boxes: list[Box]) -> HostSnapshot:
-    seen = {
+    statuses = {
         8: ProcessStatus(alive=True, state="S", stack=("train.py:3 in main",), alive_ns=5 * 10**9),
         9: ProcessStatus(alive=False),
     }
-    return HostSnapshot("b", recent_calls(boxes)[0], seen, answers=7, is_last=True)
+    return HostSnapshot("b", recent_calls(boxes)[0], statuses, answers=7, is_last=True)
 
 
 def decoded(data: bytes) -> HostSnapshot:
-    found = decode_snapshot(data)
-    assert isinstance(found, HostSnapshot), found
-    return found
+    snapshot = decode_snapshot(data)
+    assert isinstance(snapshot, HostSnapshot), snapshot
+    return snapshot
 
 
-def calls_of_snapshot(found: HostSnapshot) -> JobCalls:
+def calls_of_snapshot(snapshot: HostSnapshot) -> JobCalls:
     job_calls = JobCalls()
     job_calls.add_batch(
-        found.batch, encoder=1, wanted={said.label.path for said in found.batch.rank_summaries}
+        snapshot.batch,
+        encoder=1,
+        wanted={summary.box_summary.path for summary in snapshot.batch.rank_summaries},
     )
     return job_calls
 
 
-def issued_calls(said: Said) -> dict[Any, Any]:
+def issued_calls(rank_calls: RankCalls) -> dict[Any, Any]:
     """All calls of a rank, independent of the ids that an encoder gave them."""
-    found = {}
-    for key, calls in said.calls.items():
-        title = (said.shared_ids.group(key), key.source, key.destination)
-        found[title] = [said.issued(key, number) for number in range(calls.first, calls.last + 1)]
-    return found
+    by_stream = {}
+    for key, calls in rank_calls.calls.items():
+        stream = (rank_calls.shared_ids.group(key), key.source, key.destination)
+        by_stream[stream] = [
+            rank_calls.issued(key, number) for number in range(calls.first, calls.last + 1)
+        ]
+    return by_stream
 
 
 # -- there and back --------------------------------------------------------------------------------
@@ -91,32 +93,32 @@ def issued_calls(said: Said) -> dict[Any, Any]:
 def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> None:
     """A snapshot has, for every rank, the calls with place and fields, the counts, the last call,
     the place and the pace, as its box has them."""
-    found = decoded(encode_snapshot(snapshot))
-    assert (found.host, found.statuses, found.answers) == ("b", snapshot.statuses, 7)
-    assert (found.is_last, found.is_cut, found.ahead_ns) == (True, False, 0)
-    job_calls = calls_of_snapshot(found)
+    back = decoded(encode_snapshot(snapshot))
+    assert (back.host, back.statuses, back.answers) == ("b", snapshot.statuses, 7)
+    assert (back.is_last, back.is_cut, back.ahead_ns) == (True, False, 0)
+    job_calls = calls_of_snapshot(back)
     assert sorted(job_calls.by_rank) == list(RANKS)
     for box in boxes:
-        alone, told = JobCalls().add_box(box.rank, box), job_calls.by_rank[box.rank]
-        assert issued_calls(told) == issued_calls(alone)
-        assert told.last_collective == alone.last_collective
-        assert {told.shared_ids.group(key).name: count for key, count in told.counts.items()} == {
-            alone.shared_ids.group(key).name: count for key, count in alone.counts.items()
+        direct, sent = JobCalls().add_box(box.rank, box), job_calls.by_rank[box.rank]
+        assert issued_calls(sent) == issued_calls(direct)
+        assert sent.last_collective == direct.last_collective
+        assert {sent.shared_ids.group(key).name: count for key, count in sent.counts.items()} == {
+            direct.shared_ids.group(key).name: count for key, count in direct.counts.items()
         }
         # Cut arrays start at another number; every other field of a summary is equal.
-        own = {"label", "parts", "last", "pairs_at"}
+        own = {"box_summary", "parts", "last", "pairs_at"}
         assert {
-            name: value for name, value in told.rank_summary._asdict().items() if name not in own
+            name: value for name, value in sent.rank_summary._asdict().items() if name not in own
         } == {
-            name: value for name, value in alone.rank_summary._asdict().items() if name not in own
+            name: value for name, value in direct.rank_summary._asdict().items() if name not in own
         }
-        assert told.label.path == Path(f"b:{box.path}")
-        assert (told.label.rank, told.label.run, told.label.counts) == (
+        assert sent.box_summary.path == Path(f"b:{box.path}")
+        assert (sent.box_summary.rank, sent.box_summary.run, sent.box_summary.counts) == (
             box.rank,
             box.run,
             box.counts,
         )
-        assert (told.box, told.label.meta["source_host"]) == (None, "b")
+        assert (sent.box, sent.box_summary.meta["source_host"]) == (None, "b")
 
 
 def test_the_end_comes_through(snapshot: HostSnapshot) -> None:
@@ -124,11 +126,13 @@ def test_the_end_comes_through(snapshot: HostSnapshot) -> None:
     place = Place(8, 3, "forward", module="a.b", call=1, line="train.py:9")
     error = Event("exception", 4, 50, place, {"text": "x" * 1_000_000, "fields": [1, 2]})
     end = Event("end", 5, 60, place, {"reason": "exception: ValueError: no"})
-    said = snapshot.batch.rank_summaries[0]._replace(end=end, exceptions=(error,), place=place)
-    changed = replace(snapshot, batch=replace(snapshot.batch, rank_summaries=[said]), statuses={})
-    (told,) = decoded(encode_snapshot(changed)).batch.rank_summaries
-    assert (told.end, told.place) == (end, place)
-    assert told.exceptions[0].fields == {"text": "x" * 2000}
+    summary = snapshot.batch.rank_summaries[0]._replace(end=end, exceptions=(error,), place=place)
+    changed = replace(
+        snapshot, batch=replace(snapshot.batch, rank_summaries=[summary]), statuses={}
+    )
+    (sent,) = decoded(encode_snapshot(changed)).batch.rank_summaries
+    assert (sent.end, sent.place) == (end, place)
+    assert sent.exceptions[0].fields == {"text": "x" * 2000}
 
 
 def test_clocks(snapshot: HostSnapshot) -> None:
@@ -137,13 +141,15 @@ def test_clocks(snapshot: HostSnapshot) -> None:
         decoded(encode_snapshot(snapshot)),
         decoded(encode_snapshot(replace(snapshot, ahead_ns=10**9))),
     )
-    one, other = (calls_of_snapshot(found).by_rank[8] for found in (before, after))
-    key, calls = next(iter(one.calls.items()))
+    first, second = (
+        calls_of_snapshot(decoded_snapshot).by_rank[8] for decoded_snapshot in (before, after)
+    )
+    key, calls = next(iter(first.calls.items()))
     assert (
-        one.issued_ns(key, calls.last) - other.issued_ns(next(iter(other.calls)), calls.last)
+        first.issued_ns(key, calls.last) - second.issued_ns(next(iter(second.calls)), calls.last)
         == 10**9
     )
-    assert one.label.last_ns - other.label.last_ns == 10**9
+    assert first.box_summary.last_ns - second.box_summary.last_ns == 10**9
     assert after.statuses[8].alive_ns == 4 * 10**9
 
 
@@ -153,27 +159,27 @@ def test_cut(boxes: list[Box], calls: int) -> None:
     counts, and a flag that it is cut."""
     batch, is_cut = recent_calls(boxes, calls=calls)
     assert is_cut
-    found = calls_of_snapshot(decoded(encode_snapshot(HostSnapshot("b", batch, is_cut=is_cut))))
+    job_calls = calls_of_snapshot(decoded(encode_snapshot(HostSnapshot("b", batch, is_cut=is_cut))))
     for box in boxes:
-        alone, told = JobCalls().add_box(box.rank, box), found.by_rank[box.rank]
-        whole, kept = issued_calls(alone), issued_calls(told)
+        direct, sent = JobCalls().add_box(box.rank, box), job_calls.by_rank[box.rank]
+        whole, cut = issued_calls(direct), issued_calls(sent)
         newest = sorted(
             (event.number for events in whole.values() for event in events), reverse=True
         )[:calls]
-        for title, events in whole.items():
-            assert kept[title] == events[len(events) - len(kept[title]) :]
-            assert len(kept[title]) >= min(8, len(events))
+        for stream, events in whole.items():
+            assert cut[stream] == events[len(events) - len(cut[stream]) :]
+            assert len(cut[stream]) >= min(8, len(events))
             assert {event.number for event in events} & set(newest) <= {
-                event.number for event in kept[title]
+                event.number for event in cut[stream]
             }
-        assert sorted(told.counts.values()) == sorted(alone.counts.values())
-        assert told.last_collective == alone.last_collective
+        assert sorted(sent.counts.values()) == sorted(direct.counts.values())
+        assert sent.last_collective == direct.last_collective
 
 
 def test_no_boxes() -> None:
     """A host without a readable box writes a snapshot too."""
-    found = decoded(encode_snapshot(HostSnapshot("b", recent_calls([])[0])))
-    assert (found.host, found.batch.rank_summaries) == ("b", [])
+    back = decoded(encode_snapshot(HostSnapshot("b", recent_calls([])[0])))
+    assert (back.host, back.batch.rank_summaries) == ("b", [])
 
 
 @pytest.mark.parametrize(
@@ -236,9 +242,9 @@ def test_noise_is_refused(noise: bytes) -> None:
         SEAL.pack(MAGIC, len(packed), zlib.crc32(packed)) + packed,
         sealed(noise, noise),
     ):
-        found = decode_snapshot(data)
-        assert isinstance(found, InvalidSnapshot)
-        assert found.reason
+        outcome = decode_snapshot(data)
+        assert isinstance(outcome, InvalidSnapshot)
+        assert outcome.reason
 
 
 ODD = [[], {}, 1 << 31, 1 << 40, 1 << 62, 1 << 63, -(1 << 63), [[0, 1 << 40, 1]], [[]], {"a": 1}]
@@ -264,8 +270,8 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def head(snapshot: HostSnapshot) -> tuple[dict[str, Any], bytes, list[tuple[Any, ...]]]:
-    found, arrays = taken_apart(encode_snapshot(snapshot))
-    return found, arrays, paths(found)
+    fields, arrays = taken_apart(encode_snapshot(snapshot))
+    return fields, arrays, paths(fields)
 
 
 @given(data=st.data())
@@ -277,8 +283,8 @@ def test_wrong_content_does_no_harm(
 ) -> None:
     """A snapshot with a valid seal and arbitrary content is refused, or the doctor can give a
     verdict on it."""
-    found, arrays, everywhere = head
-    changed = json.loads(json.dumps(found))
+    fields, arrays, everywhere = head
+    changed = json.loads(json.dumps(fields))
     for path in data.draw(st.lists(st.sampled_from(everywhere), min_size=1, max_size=2)):
         into = changed
         try:
@@ -293,23 +299,24 @@ def test_wrong_content_does_no_harm(
             continue
     if data.draw(st.booleans()):
         arrays = bytes(data.draw(st.binary(min_size=1, max_size=8))) + arrays[8:]
-    told = decode_snapshot(sealed(changed, arrays))
-    if isinstance(told, HostSnapshot):
-        labels: dict[int, BoxSummary] = {
-            said.label.rank: said.label for said in told.batch.rank_summaries
+    outcome = decode_snapshot(sealed(changed, arrays))
+    if isinstance(outcome, HostSnapshot):
+        boxes: dict[int, BoxSummary] = {
+            summary.box_summary.rank: summary.box_summary
+            for summary in outcome.batch.rank_summaries
         }
-        run = RunSummary(Path("run"), {rank: labels[rank] for rank in sorted(labels)})
-        if labels:
+        run = RunSummary(Path("run"), {rank: boxes[rank] for rank in sorted(boxes)})
+        if boxes:
             assert diagnose(
-                run, statuses=told.statuses, now_ns=10**18, job_calls=calls_of_snapshot(told)
+                run, statuses=outcome.statuses, now_ns=10**18, job_calls=calls_of_snapshot(outcome)
             ).kind
 
 
 def changed_by(change: Callable[[dict[str, Any]], None]) -> Callable[[HostSnapshot], bytes]:
     def change_snapshot(snapshot: HostSnapshot) -> bytes:
-        found, arrays = taken_apart(encode_snapshot(snapshot))
-        change(found)
-        return sealed(found, arrays)
+        fields, arrays = taken_apart(encode_snapshot(snapshot))
+        change(fields)
+        return sealed(fields, arrays)
 
     return change_snapshot
 
@@ -384,7 +391,7 @@ def bomb(_: HostSnapshot) -> bytes:
         ),
         (changed_by(lambda head: head.update(host="x" * 1000)), "a text is missing or too long"),
         (
-            changed_by(lambda head: head["ranks"][0]["label"].update(rank=True)),
+            changed_by(lambda head: head["ranks"][0]["box_summary"].update(rank=True)),
             "a number is missing or out of range",
         ),
     ],

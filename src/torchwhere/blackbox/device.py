@@ -1,7 +1,8 @@
-"""Reads the device sections of a box: how far the accelerator had come with what the CPU issued.
+"""Reads the device sections of a box: which of the collectives that the CPU issued the accelerator
+had reached.
 
-A box has them if its process used the native extension of a torch that was built for an
-accelerator. They are empty until the first mark on a device was reached.
+A box has these sections if its process used the native extension, with a torch that was built for
+an accelerator. They are empty until a device reaches the first mark.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _MOST_UNREACHED = 256
 
 @dataclass(frozen=True, slots=True)
 class DeviceLane:
-    """How far a device had come on one of its streams."""
+    """The progress of a device on one of its streams."""
 
     device: int
     stream: int
@@ -58,21 +59,20 @@ class DeviceLane:
 
 
 class DeviceState(NamedTuple):
-    """How far the device of a rank had come when its box was read."""
+    """The progress of the device of a rank when its box was read."""
 
-    looked_ns: int  # wall clock of the last look at the device; 0: unknown
+    looked_ns: int  # wall clock when the device was last polled; 0: unknown
     reached_ns: int  # wall clock of the last mark that it has reached; 0: none
     place: Place | None  # of that mark
     pending: int  # marks that it has not reached
-    reached: tuple[
-        int, ...
-    ]  # record of the last collective reached, of each lane with pending marks
+    # for each lane with pending marks: the record of the last collective that it has reached
+    reached: tuple[int, ...]
     unreached: tuple[int, ...]  # records of the first collectives that it has not reached
 
 
 @dataclass(frozen=True, slots=True)
 class StreamProgress:
-    """How many collectives of a stream the device has reached, and how many were done."""
+    """How many collectives of a stream the device has reached, and how many are done."""
 
     group: int  # id of the GROUP entry
     source: int
@@ -84,13 +84,13 @@ class StreamProgress:
 
 
 def device_lanes(box: Box) -> list[DeviceLane]:
-    """The streams of the device that carried collectives."""
+    """The progress of each device stream that had marks."""
     slots = _section(box, 0, LANE_BYTES)[:-1]
     return [_lane(box, words) for words in slots if words[LANE_STREAM]]
 
 
 def device_state(box: Box) -> DeviceState | None:
-    """How far the device of a rank had come; None if nothing shows it."""
+    """The progress of the device of a rank; None if the box has no data about it."""
     lanes = device_lanes(box)
     if not lanes:
         return None
@@ -139,7 +139,7 @@ def stream_progress(box: Box) -> list[StreamProgress]:
 
 
 def device_times(box: Box) -> tuple[Words, Words]:
-    """For each record of the box, when the device reached and finished it; 0: unknown.
+    """The times when the device reached and finished each record of the box; 0: unknown.
 
     Times are on the clock of the records (`Box.wall_ns`).
     """
@@ -151,10 +151,10 @@ def device_times(box: Box) -> tuple[Words, Words]:
     slots = _section(box, geometry.times_at - geometry.lanes_at, TIMES_BYTES)
     rows = numbers % np.uint64(geometry.capacity)
     is_read = rows < len(slots)
-    found = slots[np.where(is_read, rows, 0)] if len(slots) else np.zeros((len(rows), 3), np.uint64)
-    is_own = is_read & (found[:, TIMES_NUMBER] == numbers + np.uint64(1))
-    reached[is_own] = found[is_own, TIMES_REACHED]
-    done[is_own] = found[is_own, TIMES_DONE]
+    times = slots[np.where(is_read, rows, 0)] if len(slots) else np.zeros((len(rows), 3), np.uint64)
+    is_own = is_read & (times[:, TIMES_NUMBER] == numbers + np.uint64(1))
+    reached[is_own] = times[is_own, TIMES_REACHED]
+    done[is_own] = times[is_own, TIMES_DONE]
     return reached, done
 
 

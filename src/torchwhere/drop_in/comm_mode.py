@@ -176,13 +176,13 @@ class CommDebugMode:
         session = self._session
         if session is not None and self._is_own():
             locator = session.recorder.locator
-            self._report(COUNTED_AS[name], locator.spot(locator.threads.here()).module, 0)
+            self._report(COUNTED_AS[name], locator.place_ids(locator.threads.here()).module, 0)
 
     def _count_unreported(self, packet: Any) -> None:
         session = self._session
         if session is not None:
             locator = session.recorder.locator
-            self._count(packet, locator.spot(locator.threads.here()).module, 0)
+            self._count(packet, locator.place_ids(locator.threads.here()).module, 0)
 
     def _report(self, packet: Any, module: int, beneficiary: int) -> None:
         """Count what a kernel reports. If the dispatch mode sees the collective too, only the first

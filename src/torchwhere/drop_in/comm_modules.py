@@ -174,7 +174,7 @@ class CommModeModuleTracker:
         if session is None:
             return GLOBAL if self.module_helper_dict else ""
         locator = session.recorder.locator
-        return self._fqn_of(locator.spot(locator.threads.here()).module << MODULE_SHIFT)
+        return self._fqn_of(locator.place_ids(locator.threads.here()).module << MODULE_SHIFT)
 
     @property
     def parents(self) -> set[str]:

@@ -84,7 +84,7 @@ class WeakIdNameMap:
         """Remove all names."""
         self._given.clear()
         (self._table.modules if self._of_modules else self._table.params).clear()
-        self._table.look_no_further()
+        self._table.forget_roots()
 
 
 _table = NameTable()

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, PASS_SHIFT
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
-from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.threads import BACKWARD_PLACE, FIRST_MODULE_PLACE, Track
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 
 _OP = type(torch.ops.aten.add.Tensor)  # ops with a process group have a subclass of it
 COLLECTIVE_NAMESPACES = (
@@ -161,8 +161,7 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seq = node._sequence_nr()
         last_track, last_seq, place = self._last_node
         if seq != last_seq or track is not last_track or seq == ACCUMULATE_GRAD_SEQ:
-            spot = self._locator.spot_of_node(node, track)
-            place = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+            place = self._locator.place_ids_of_node(node, track).packed
             self._last_node = track, seq, place
         return place
 

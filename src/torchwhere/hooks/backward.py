@@ -30,10 +30,10 @@ from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.fast_path import FastPath
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.listeners import Listeners
-from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.shown_frames import shown_as
 from torchwhere.hooks.threads import BACKWARD_PLACE, Track
-from torchwhere.model.graph_walk import roots_of, walk
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, roots_of, walk
 
 OnBackwardError = Callable[[BaseException, Track, Any], None]
 
@@ -179,12 +179,12 @@ class BackwardHook:
         handles = []
         for node in graph_of(outputs):
             if node._sequence_nr() != ACCUMULATE_GRAD_SEQ:
-                spot = self._locator.spot_of_node(node, track)
-                call = spot.call if spot.call != NO_CALL else 0
+                place_ids = self._locator.place_ids_of_node(node, track)
+                call = place_ids.call if place_ids.call != NO_CALL else 0
                 # Not the packed place of a forward: no module is called here.
                 packed = (
-                    spot.module << MODULE_SHIFT | BACKWARD_PLACE | call & CALL_MASK
-                    if spot.module
+                    place_ids.module << MODULE_SHIFT | BACKWARD_PLACE | call & CALL_MASK
+                    if place_ids.module
                     else BACKWARD_PLACE
                 )
                 handles.append(node.register_prehook(partial(self._announced, packed)))

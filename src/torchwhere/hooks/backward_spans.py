@@ -22,9 +22,8 @@ import torch
 from torchwhere.hooks import _torch
 from torchwhere.hooks.call_chain import Made
 from torchwhere.hooks.listeners import Listener, Listeners, ModuleCall, Owner
-from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ
 from torchwhere.hooks.threads import Track
-from torchwhere.model.graph_walk import walk
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, walk
 
 
 class Span:

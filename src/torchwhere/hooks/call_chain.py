@@ -20,7 +20,7 @@ import torch
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, PASS_SHIFT
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
-from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.threads import (
     BACKWARD_PLACE,
     FIRST_MODULE_PLACE,
@@ -31,6 +31,7 @@ from torchwhere.hooks.threads import (
     Track,
     pass_of,
 )
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 
 _NONE = -1
 _NO_NAMES: frozenset[str] = frozenset()
@@ -236,9 +237,9 @@ class CallChains:
     def _holder(self, param: torch.Tensor, track: Track) -> Made | None:
         """The latest call of the module that has the parameter: its gradient is accumulated
         there."""
-        spot = self._locator.spot_of_param(param)
-        if spot.module:
-            packed = spot.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD
+        place_ids = self._locator.place_ids_of_param(param)
+        if place_ids.module:
+            packed = place_ids.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD
             for maker in (track, self._locator.threads.main):
                 begin = self.of(maker).last(packed) if maker is not None and maker.count else _NONE
                 if maker is not None and begin != _NONE:

@@ -100,8 +100,8 @@ class CollectiveHook:
             native_all_reduce.install(partial(self.issue, op), self.on_launched, self.errors)
         except Exception as error:
             log.warning(
-                "torchwhere: the native part cannot record all-reduces, Python code records them:"
-                " %s",
+                "torchwhere: the native extension cannot record all-reduces, Python code records"
+                " them: %s",
                 error,
             )
             return None

@@ -21,7 +21,7 @@ from torch import nn
 
 from torchwhere.hooks import _torch
 from torchwhere.model.module_names import NameTable
-from torchwhere.model.tensors import Slot
+from torchwhere.model.tensors import WeakSlot
 
 if TYPE_CHECKING:
     from torchwhere.native.load import NativeExtension
@@ -42,15 +42,15 @@ class Bucket:
     completed_by: int = 0  # the id of the parameter whose gradient launched it last
     # that parameter, only until its place is found: the job may free a model during a watch
     param: torch.Tensor | None = None
-    spot: Any = None  # the place of that parameter, once it is found
+    place_ids: Any = None  # the place of that parameter, once it is found
     index: int = 0  # its position among the buckets of its instance at the last reduction
     progress: Any = None  # of that instance
 
 
 @dataclass(slots=True)
 class BucketProgress:
-    """How many buckets of one DDP instance a backward has reduced. The native part has a class of
-    its own, and updates it."""
+    """How many buckets of one DDP instance a backward has reduced. The native extension has a class
+    of its own, and updates it."""
 
     task: int = -1
     next: int = 0
@@ -158,7 +158,7 @@ class Reducer:
         return any(index < len(plan) and plan[index].numel == numel for plan in self._plans)
 
 
-def _reduced(ddp: Any) -> Iterator[Slot]:
+def _reduced(ddp: Any) -> Iterator[WeakSlot]:
     """The parameters that DDP reduces, in its order. Each is a weak reference to its module and a
     key: `swap_tensors` refuses a tensor that has a weak reference."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
@@ -257,7 +257,7 @@ class Reducers:
         reducer.progress.turn = next(self.turns)
         bucket = reducer.bucket(task, tensor)
         if bucket is not None and bucket.completed_by != key:
-            bucket.completed_by, bucket.param, bucket.spot = key, param, None
+            bucket.completed_by, bucket.param, bucket.place_ids = key, param, None
         return bucket
 
     def _at_the_end(self, task: int, tensor: torch.Tensor) -> Reducer | None:

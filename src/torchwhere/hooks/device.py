@@ -1,11 +1,12 @@
-"""How far the accelerator has come: marks on its streams, which the native extension reads.
+"""Records the progress of the accelerator: sets marks on its streams, which the native extension
+reads.
 
-On a GPU a collective does not block the CPU. The CPU issues everything and blocks later, so where
-the CPU is does not tell where the job is. A mark is an event on the current stream just before a
-collective: when the event completes, the device has reached the collective. For a collective that
-runs on the current stream, a second mark after it tells when it was done.
+On a GPU a collective does not block the CPU. The CPU issues all work and blocks later, so the place
+of the CPU is not the place of the job. A mark is an event on the current stream just before a
+collective: when the event completes, the device has reached the collective. If the collective runs
+on the current stream, a second mark after it shows when it was done.
 
-The marks need the native extension. Without it, the progress of the device is not known.
+The marks need the native extension. Without it, the progress of the device is unknown.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ _REACHED, _DONE = range(2)  # `Point` in device_progress.h
 
 
 class DeviceMark(NamedTuple):
-    """A collective on a device, as marks name it."""
+    """The arguments of a mark: a collective, and the device that it runs on."""
 
     device_type: int
     device_index: int
     record: int
     counter: int  # -1: its stream has no counter
-    total: int  # collectives that its stream has issued, with this one
+    total: int  # number of collectives issued in its stream, including this one
     place: int
     step: int
     t_ns: int
 
 
 def may_have_device() -> bool:
-    """Whether this torch was built for an accelerator. Asks nothing of the device or its driver."""
+    """Whether this torch was built for an accelerator. Calls neither the device nor its driver."""
     return torch.accelerator.current_accelerator(check_available=False) is not None
 
 
@@ -63,13 +64,13 @@ class DeviceHook:
             self._native.device_end()
 
     def abandon(self) -> None:
-        """In a forked child, which must not touch the device."""
+        """Stop marking in a forked child, which must not touch the device."""
         if self.is_on and self._native is not None:
             self.is_on = False
             self._native.device_abandon()
 
     def type_number(self, device: torch.device) -> int:
-        """The number of a type of device, as C++ knows it."""
+        """The number of a type of device in C++ (`c10::DeviceType`)."""
         assert self._native is not None
         number = self._types.get(device.type)
         if number is None:
@@ -77,11 +78,11 @@ class DeviceHook:
         return number
 
     def reach(self, mark: DeviceMark) -> None:
-        """Mark the place just before a collective."""
+        """Set a mark just before a collective."""
         self._mark(_REACHED, mark)
 
     def finish(self, mark: DeviceMark) -> None:
-        """Mark the place just after a collective that runs on the current stream."""
+        """Set a mark just after a collective that runs on the current stream."""
         self._mark(_DONE, mark)
 
     def _mark(self, point: int, mark: DeviceMark) -> None:

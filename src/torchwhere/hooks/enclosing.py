@@ -1,7 +1,7 @@
 """Finds the model that contains a called module, in the variables of the calling frames.
 
 A module has no reference to its parent, and Python's garbage collector finds the parent only by a
-search through all objects of the process. But code that calls `model.encoder(x)` has `model`: in a
+search through all objects of the process. But code that calls `model.encoder(x)` has `model` in a
 variable, in an attribute of an object (`self.model`), or in a global of its file. The search visits
 a limited number of values and modules, however many objects the process has.
 """
@@ -24,36 +24,37 @@ from torch import nn
 from torchwhere.hooks import python_stack
 
 _MOST_FRAMES = 32
-_MOST_VALUES = 400  # variables and attributes that are looked at for one call
-_MOST_INSIDE = 64  # of them in one container or object
-_MOST_MODULES = 400  # that are visited for one call
-_MOST_COMPARED = 6_000  # that are compared for one call, which takes 15 to 80 ns each
+# The limits for one call:
+_MOST_VALUES = 400  # variables and attributes
+_MOST_INSIDE = 64  # values in one container or object
+_MOST_MODULES = 400  # modules that are visited
+_MOST_COMPARED = 6_000  # modules that are compared, which takes 15 to 80 ns each
 _HOLDS_NO_MODULE = frozenset(
     {str, bytes, int, float, bool, type(None), type, CodeType, FrameType, FunctionType, ModuleType}
 )
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _READS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
-_LONG_CODE = 1 << 13  # bytes: code that is not searched for a call of `locals()`
-_KEEPS_SNAPSHOT = sys.version_info < (3, 13)  # a frame keeps the dictionary that `f_locals` gives
-_OWN_REFERENCES = 3  # to such a dictionary: of the frame, of a variable, and of an argument
+_LONG_CODE = 1 << 13  # bytes; longer code is not searched for a call of `locals()`
+_KEEPS_SNAPSHOT = sys.version_info < (3, 13)  # whether a frame keeps the dictionary of `f_locals`
+_OWN_REFERENCES = 3  # to that dictionary: of the frame, of a variable, and of an argument
 
 
 def enclosing(module: nn.Module, frame: FrameType | None) -> nn.Module:
     """The outermost module that contains `module`, among the variables of a frame and of its
     callers; otherwise `module`."""
-    in_sight = {id(one): one for one in _modules(_values(frame))}
-    return _Search(in_sight.values()).around(module)
+    candidates = {id(candidate): candidate for candidate in _modules(_values(frame))}
+    return _Search(candidates.values()).outermost_around(module)
 
 
 class _Search:
     """Searches for a module inside other modules, and visits a limited number of them."""
 
-    def __init__(self, in_sight: Iterable[nn.Module]) -> None:
-        self._in_sight = list(in_sight)
+    def __init__(self, candidates: Iterable[nn.Module]) -> None:
+        self._candidates = list(candidates)
         self._left = _MOST_MODULES
         self._compares_left = _MOST_COMPARED
 
-    def around(self, module: nn.Module) -> nn.Module:
+    def outermost_around(self, module: nn.Module) -> nn.Module:
         passed = {id(module)}
         while (outer := self._next_around(module, passed)) is not None:
             passed.add(id(outer))
@@ -61,16 +62,15 @@ class _Search:
         return module
 
     def _next_around(self, module: nn.Module, passed: set[int]) -> nn.Module | None:
-        """A module that contains this one and is not inside this one: modules may refer to each
-        other."""
-        others = [one for one in self._in_sight if id(one) not in passed]
+        """A module that contains `module` and is not inside it: modules may contain each other."""
+        others = [candidate for candidate in self._candidates if id(candidate) not in passed]
         outer = self._holder(module, others)
         is_outside = outer is not None and self._holder(outer, [module]) is None
         return outer if is_outside else None
 
     def _holder(self, inner: nn.Module, outers: list[nn.Module]) -> nn.Module | None:
-        """The first of some modules that contains another one. Searches all of them level by level:
-        a part that is called alone is rarely deep."""
+        """The first of `outers` that contains `inner`. Searches all of them level by level: a part
+        that is called alone is rarely deep."""
         pending = deque((outer, outer) for outer in outers)
         visited: set[int] = set()
         while pending and self._left > 0:
@@ -129,13 +129,13 @@ def _parts(value: Any) -> list[Any]:
 def _values(frame: FrameType | None) -> Iterator[Any]:
     """The variables of a frame and of its callers, innermost first, and the globals of the user's
     files."""
-    seen: set[int] = set()
+    visited: set[int] = set()  # ids of globals
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return
         yield from _variables(frame)
-        if id(frame.f_globals) not in seen and python_stack.is_users(frame.f_code.co_filename):
-            seen.add(id(frame.f_globals))
+        if id(frame.f_globals) not in visited and python_stack.is_users(frame.f_code.co_filename):
+            visited.add(id(frame.f_globals))
             yield from list(islice(frame.f_globals.values(), _MOST_VALUES))
         frame = frame.f_back
 
@@ -144,9 +144,9 @@ def _variables(frame: FrameType) -> list[Any]:
     """The values of the variables of a running function.
 
     Before Python 3.13 a frame keeps the dictionary that `f_locals` returns, with all values, until
-    the frame ends. So this removes the values again: no object lives longer. `locals()` returns the
-    same dictionary, so the frame of a function that calls it is skipped. So is a traced frame: a
-    debugger writes the dictionary back to the variables.
+    the frame ends. So this function removes the values again, and no object lives longer.
+    `locals()` returns the same dictionary, so this function skips frames whose code calls it. It
+    also skips a traced frame: a debugger writes the dictionary back to the variables.
     """
     code = frame.f_code
     if (
@@ -164,15 +164,15 @@ def _variables(frame: FrameType) -> list[Any]:
 
 
 def _reads_locals(code: CodeType) -> bool:
-    """Whether a function may hold the dictionary of its variables. A method with such a name does
-    not count."""
+    """Whether a function may call `locals` or a similar function, and keep the dictionary. A method
+    with such a name does not count."""
     if _READS_LOCALS.isdisjoint(code.co_names):
         return False
     if len(code.co_code) > _LONG_CODE:
         return True
     loaded = (
-        each.argval
-        for each in dis.get_instructions(code)
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     )
     return not _READS_LOCALS.isdisjoint(loaded)

@@ -66,7 +66,7 @@ class ExceptionHook:
         """`error` is leaving a module call; `track` still points at that call."""
         if self.active and _is_new(error):
             try:
-                self._tell(error, track, self._locator.spot(track))
+                self._tell(error, track, self._locator.place_ids(track))
             except Exception as own:
                 self.errors(own)
 
@@ -75,11 +75,11 @@ class ExceptionHook:
         """`error` is leaving the autograd engine: the node that raised it is no longer running."""
         if self.active and _is_new(error):
             try:
-                self._tell(error, track, self._spot_in_backward(error, track, outputs))
+                self._tell(error, track, self._place_ids_in_backward(error, track, outputs))
             except Exception as own:
                 self.errors(own)
 
-    def _tell(self, error: BaseException, track: Track, spot: PlaceIds) -> None:
+    def _tell(self, error: BaseException, track: Track, place_ids: PlaceIds) -> None:
         user_line = python_stack.deepest_user_line(error.__traceback__)
         # raised in torch: the exception has not reached the user's frame yet
         if user_line is None:
@@ -88,39 +88,41 @@ class ExceptionHook:
         line = None
         if user_line is not None:
             line = python_stack.shortened(*user_line, folder=self._locator.folder)
-        self._report(error, track, spot, line)
+        self._report(error, track, place_ids, line)
 
-    def _spot_in_backward(self, error: BaseException, track: Track, outputs: Any) -> PlaceIds:
-        return self._spot_of_frames(error.__traceback__, track) or self._spot_of_frontier(
+    def _place_ids_in_backward(self, error: BaseException, track: Track, outputs: Any) -> PlaceIds:
+        return self._place_ids_of_frames(error.__traceback__, track) or self._place_ids_of_frontier(
             outputs, track
         )
 
-    def _spot_of_frames(self, traceback: TracebackType | None, track: Track) -> PlaceIds | None:
+    def _place_ids_of_frames(
+        self, traceback: TracebackType | None, track: Track
+    ) -> PlaceIds | None:
         """The place, from the variables of the Python code that raised: a node (`ctx`), the hook of
         a module, a parameter."""
-        spot = None
+        place_ids = None
         while traceback is not None:
             for value in list(traceback.tb_frame.f_locals.values()):
-                spot = self._spot_of_value(value, track) or spot
+                place_ids = self._place_ids_of_value(value, track) or place_ids
             traceback = traceback.tb_next
-        return spot
+        return place_ids
 
-    def _spot_of_value(self, value: Any, track: Track) -> PlaceIds | None:
+    def _place_ids_of_value(self, value: Any, track: Track) -> PlaceIds | None:
         if isinstance(value, torch.autograd.graph.Node):
-            return self._locator.spot_of_node(value, track)
+            return self._locator.place_ids_of_node(value, track)
         table = self._locator.names
         if isinstance(value, nn.Parameter) and (names := table.known_param_names(value)):
-            return self._locator.spot_of_param_name(names[0], Pass.BACKWARD)
+            return self._locator.place_ids_of_param_name(names[0], Pass.BACKWARD)
         module = getattr(value, "module", None) if type(value).__name__ == "BackwardHook" else None
         if module is not None and (names := table.module_names(module)):
             return PlaceIds(Pass.BACKWARD, self._locator.module_id(names[0]), flags=FLAG_INFERRED)
         return None
 
-    def _spot_of_frontier(self, outputs: Any, track: Track) -> PlaceIds:
+    def _place_ids_of_frontier(self, outputs: Any, track: Track) -> PlaceIds:
         node = frontier(outputs)
         if node is None:
             return PlaceIds(Pass.BACKWARD)
-        return self._locator.spot_of_node(node, track)._replace(flags=FLAG_INFERRED)
+        return self._locator.place_ids_of_node(node, track)._replace(flags=FLAG_INFERRED)
 
 
 def _is_new(error: BaseException) -> bool:

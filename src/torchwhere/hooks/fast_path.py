@@ -1,10 +1,10 @@
-"""Lets the native part record the begin and the end of backwards, optimizer steps and training
-steps.
+"""Lets the native extension record the begin and the end of backwards, optimizer steps and
+training steps.
 
-The native part repeats what Python has recorded before. It learns two things here: the frames from
-a hook to the user's line, and the ids of optimizer names. Each method returns whether the native
-part has recorded the event; otherwise the caller records it in Python. Without the native part no
-method does anything.
+The native extension repeats what Python has recorded before. It learns two things here: the frames
+from a hook to the user's line, and the ids of optimizer names. Each method returns whether the
+native extension has recorded the event; otherwise the caller records it in Python. Without the
+native extension no method does anything.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class FastPath:
         return False
 
     def rest(self, _until_ns: int, _counts_steps: bool, _looked_at: tuple[Any, ...]) -> None:
-        """Let the native part record steps alone until a time, or until one of these containers has
-        another size: Python has done its work between steps."""
+        """Let the native extension record steps alone until a time, or until one of these
+        containers has another size: Python has done its work between steps."""
 
     def wake(self) -> None:
         """Let Python record the next step."""
@@ -71,7 +71,7 @@ class FastPath:
 
 
 class PythonFastPath(FastPath):
-    """The fast path without the native part: Python records everything."""
+    """The fast path without the native extension: Python records everything."""
 
     __slots__ = ("ends_after_backward", "is_paused")
 

@@ -1,7 +1,7 @@
 """Finds the current place: from the track of this thread, the node that the autograd engine runs,
 and the user's line.
 
-`spot()` returns the ids that a record holds (about 1 us in forward, 3 us in backward); `place()`
+`place_ids()` returns the ids that a record has (about 1 us in forward, 3 us in backward). `place()`
 returns the same as a `Place`.
 """
 
@@ -18,15 +18,16 @@ from torchwhere.blackbox.file_format import (
     FLAG_UNKNOWN,
     MODULE_SHIFT,
     NO_CALL,
+    PASS_SHIFT,
     EntryType,
 )
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Certainty, Pass, Place
 from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.threads import FIRST_MODULE_PLACE, OPTIMIZER_PLACE, Threads, Track, pass_of
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 from torchwhere.model.module_names import NameTable, owner
 
-ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
 _OPTIMIZER_FRAMES = (
     "Optimizer.profile_hook_step.<locals>.wrapper",
     "DeepSpeedEngine.step",  # the original, or our wrapper of it
@@ -41,6 +42,11 @@ class PlaceIds(NamedTuple):
     call: int = 0
     param: int = 0
     flags: int = 0
+
+    @property
+    def packed(self) -> int:
+        """Module, pass and call in one word, as in a cursor."""
+        return self.module << MODULE_SHIFT | self.pass_ << PASS_SHIFT | self.call & CALL_MASK
 
 
 _PLAIN = {int(pass_): PlaceIds(int(pass_)) for pass_ in Pass}
@@ -62,32 +68,34 @@ class Locator:
 
     # -- numbers -----------------------------------------------------------------------------------
 
-    def spot(self, track: Track) -> PlaceIds:
+    def place_ids(self, track: Track) -> PlaceIds:
+        """The place of a thread now. Called on that thread."""
         top = track.top
         if top >= FIRST_MODULE_PLACE:
-            return self.spot_of_packed(top, track, pass_of(top))
+            return self.place_ids_of_packed(top, track, pass_of(top))
         running = self._task_id() != -1
         pass_ = pass_of(top)
         if pass_ == Pass.OPTIMIZER and not _in_optimizer():
             # A step that raised did not run its post hook.
             track.top = track.below_optimizer[0] if track.below_optimizer else 0
             track.below_optimizer.clear()
-            return self.spot(track)
+            return self.place_ids(track)
         if not running:
             return _PLAIN[pass_]
         node = self._node()
         pass_ = pass_ if pass_ == Pass.OPTIMIZER else int(Pass.BACKWARD)
-        return PlaceIds(pass_) if node is None else self.spot_of_node(node, track, pass_)
+        return PlaceIds(pass_) if node is None else self.place_ids_of_node(node, track, pass_)
 
-    def spot_in_optimizer(self, track: Track) -> PlaceIds:
-        """`spot` for a hook of an optimizer step, which need not look for the step on the stack."""
+    def place_ids_in_optimizer(self, track: Track) -> PlaceIds:
+        """`place_ids` for a hook of an optimizer step, which need not search the stack for the
+        step."""
         return (
-            self.spot(track)
+            self.place_ids(track)
             if track.top != OPTIMIZER_PLACE or self._task_id() != -1
             else _PLAIN[Pass.OPTIMIZER]
         )
 
-    def spot_of_packed(self, packed: int, track: Track, pass_: int) -> PlaceIds:
+    def place_ids_of_packed(self, packed: int, track: Track, pass_: int) -> PlaceIds:
         """The place of a packed place in the log of a track."""
         if packed < FIRST_MODULE_PLACE:
             return PlaceIds(pass_)
@@ -99,35 +107,35 @@ class Locator:
             pass_ = int(Pass.FORWARD)
         return PlaceIds(pass_, packed >> MODULE_SHIFT, call, 0, flags)
 
-    def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> PlaceIds:
+    def place_ids_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> PlaceIds:
         """The place of an autograd node: the call that made it, or the parameter that it
         accumulates into."""
         seq = node._sequence_nr()
         if seq == ACCUMULATE_GRAD_SEQ:
-            return self.spot_of_param(node.variable, pass_)
+            return self.place_ids_of_param(node.variable, pass_)
         maker, certain = self.threads.maker(seq, track)
         packed = maker.packed_at(seq) if maker is not None else None
         if maker is None or packed is None:
             return PlaceIds(pass_, flags=FLAG_UNKNOWN)
-        spot = self.spot_of_packed(packed, maker, pass_)
-        return spot if certain else spot._replace(flags=FLAG_INFERRED)
+        place_ids = self.place_ids_of_packed(packed, maker, pass_)
+        return place_ids if certain else place_ids._replace(flags=FLAG_INFERRED)
 
-    def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> PlaceIds:
+    def place_ids_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> PlaceIds:
         """The place of a gradient accumulation: the parameter, in the module that has it."""
         names = self.names.param_names(param)
         return (
-            self.spot_of_param_name(names[0], pass_)
+            self.place_ids_of_param_name(names[0], pass_)
             if names
             else PlaceIds(pass_, flags=FLAG_UNKNOWN)
         )
 
-    def spot_of_param_name(self, name: str, pass_: int) -> PlaceIds:
-        spot = self._params.get((name, pass_))
-        if spot is None:
-            spot = self._params[name, pass_] = PlaceIds(
+    def place_ids_of_param_name(self, name: str, pass_: int) -> PlaceIds:
+        place_ids = self._params.get((name, pass_))
+        if place_ids is None:
+            place_ids = self._params[name, pass_] = PlaceIds(
                 pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name)
             )
-        return spot
+        return place_ids
 
     # -- names and lines ---------------------------------------------------------------------------
 
@@ -158,17 +166,19 @@ class Locator:
     # -- a whole place -----------------------------------------------------------------------------
 
     def place(self, track: Track, frame: FrameType | None, *, rank: int, step: int) -> Place:
-        spot, looked = self.spot(track), python_stack.read(frame)
+        place_ids, looked = self.place_ids(track), python_stack.read(frame)
         line = (
             python_stack.shortened(looked.file, looked.line, folder=self.folder)
             if looked.file
             else None
         )
-        return self.place_of_spot(spot, track, rank=rank, step=step, line=line, graph=looked.graph)
+        return self.place_of_ids(
+            place_ids, track, rank=rank, step=step, line=line, graph=looked.graph
+        )
 
-    def place_of_spot(
+    def place_of_ids(
         self,
-        spot: PlaceIds,
+        place_ids: PlaceIds,
         track: Track,
         *,
         rank: int,
@@ -176,18 +186,18 @@ class Locator:
         line: str | None,
         graph: str | None = None,
     ) -> Place:
-        module = self.text_of(spot.module) if spot.module else None
+        module = self.text_of(place_ids.module) if place_ids.module else None
         return Place(
             rank=rank,
             step=step,
-            pass_=Pass(spot.pass_).label,
+            pass_=Pass(place_ids.pass_).label,
             module=module,
-            call=None if module is None or spot.call == NO_CALL else spot.call,
+            call=None if module is None or place_ids.call == NO_CALL else place_ids.call,
             line=line,
             graph=graph,
             thread=track.name,
-            certainty=_certainty(spot.flags),
-            param=self.text_of(spot.param) if spot.param else None,
+            certainty=_certainty(place_ids.flags),
+            param=self.text_of(place_ids.param) if place_ids.param else None,
         )
 
 

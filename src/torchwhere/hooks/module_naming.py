@@ -1,9 +1,9 @@
 """Names a module at its first call.
 
-A model that nobody passed to `watch` is found when one of its modules is called. Its modules are
-then named in parts, some at each first call, so that a first call is cheap however large the model
-is: a copy of the model may be made and called in every step. A module that is called before the
-walk over its model reaches it gets its name from its place below the calling module.
+A model that was not passed to `watch` is found when one of its modules is called. Its modules are
+then named in parts, some at each first call. So a first call is cheap, however large the model is:
+a job may copy the model and call the copy in every step. If a module is called before the walk over
+its model reaches it, its name is that of the calling module and the path from there.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import nn
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
 from torchwhere.model.module_names import NameTable
-from torchwhere.model.module_walk import ModuleWalk, below, name_below
+from torchwhere.model.module_walk import ModuleWalk, child_name, name_below
 from torchwhere.model.wrappers import innermost, wrapped
 
-_MOST_SEARCHED = 200  # modules of a model, if one of its class was searched to its end before
+_MOST_SEARCHED = 200  # modules of a model, if a model of the same class was searched before
 _MOST_IN_GRAPH = 1000  # modules that are searched for a parameter
 
 
 class ModuleNamer:
-    """Gives every module that is called a name, and decides which model has names without a
-    prefix."""
+    """Names every module that is called, and decides which model has names without a prefix: the
+    root."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class ModuleNamer:
         self._names = names
         self._text_of = text_of
         self._current_step = current_step
-        self._forget = forget  # the name that a module has, by its id: it gets another one
+        self._forget = forget  # removes the name of a module, by the id of the module
         self._foreign = ForeignModules(names)
         self._called: dict[int, weakref.ref[nn.Module]] = {}  # by the id of the name
         self._lock = threading.RLock()
         self._root: weakref.ref[nn.Module] | None = None
         self._root_is_given = False
-        self._searched: set[str] = set()  # classes of models that were searched for known parts
+        self._searched: set[str] = set()  # classes of models that were searched for older roots
         self._trained: dict[str, bool] = {}  # by class: whether a model of it is trained
         names.on_renamed = self._drop
 
@@ -89,7 +89,7 @@ class ModuleNamer:
     def _known_name(self, module: nn.Module) -> str | None:
         """The name of a module of a known model, or of the module that it wraps."""
         return next(
-            (names[0] for one in _inwards(module) if (names := self._names.modules.get(id(one)))),
+            (names[0] for part in _inwards(module) if (names := self._names.modules.get(id(part)))),
             None,
         )
 
@@ -99,10 +99,10 @@ class ModuleNamer:
         Visits a limited number of modules.
         """
         if self._names.is_complete:
-            if within == OUTSIDE or self._foreign.is_one(module, within):
+            if within == OUTSIDE or self._foreign.is_foreign(module, within):
                 return None
             self._names.begin_refresh()
-        self._names.go_on()
+        self._names.continue_walks()
         name = self._known_name(module)
         caller = self._called.get(within)
         if name is None and caller is not None and not self._names.is_complete:
@@ -112,14 +112,14 @@ class ModuleNamer:
     def _name_below(
         self, outer: nn.Module | None, outer_name: str | None, module: nn.Module
     ) -> str | None:
-        """The name of a module by its place below another module, until a walk reaches it."""
+        """The name of a module from its path below another module, until a walk reaches it."""
         if outer is None or outer_name is None:
             return None
         relative = name_below(outer, module)
         if relative is None:
             return None
         # a wrapper and the module inside it have one name
-        name = below(outer_name, relative) if relative else outer_name
+        name = child_name(outer_name, relative) if relative else outer_name
         self._names.set_provisional(module, name)
         return name
 
@@ -129,7 +129,7 @@ class ModuleNamer:
         """A name for a module that belongs to no known model."""
         if within != OUTSIDE:
             return self._name_inside(module, within)
-        with self._lock:  # of two models that two threads call first, one is the root
+        with self._lock:  # if two threads call two models first, only one of them is the root
             root = self._foreign.root_of(module, python_stack.caller(4))
             name = self._known_name(module)
             if name is None and id(root) in self._names.modules:
@@ -148,7 +148,7 @@ class ModuleNamer:
         """The name of a module that was added to a known model."""
         if self._names.is_complete:
             self._names.begin_refresh()
-            self._names.go_on()
+            self._names.continue_walks()
         name = self._known_name(module)
         if name is None:
             name = self._name_below(root, self._known_name(root), module)
@@ -162,8 +162,8 @@ class ModuleNamer:
         is_complete = self._names.is_complete
         self._names.begin_root(root, prefix=prefix)
         if is_complete:
-            self._names.go_on()
-        else:  # this call has named modules already, and the new root may be part of an older one
+            self._names.continue_walks()
+        else:  # this call has named enough modules, and an older root may contain the new one
             self._names.set_provisional(root, prefix)
         name = self._known_name(module)
         if name is None:
@@ -175,9 +175,9 @@ class ModuleNamer:
     def _takes_root(self, model: nn.Module) -> bool:
         """Whether a model may have the names without a prefix.
 
-        The first model has them; a model that comes when the first is gone; and in the first step a
-        model that contains the first: a part may be called before the model is put together. Later
-        such a model may be a wrapper for evaluation, on one rank alone.
+        True for the first model, and for a new model after the first one was freed. In the first
+        step also for a model that contains the first one: a job may call a part before it builds
+        the model. In later steps such a model may be a wrapper for evaluation on a single rank.
         """
         parts = self._drop_parts_of(model)
         if self._root is None or self._root_is_given:
@@ -186,8 +186,8 @@ class ModuleNamer:
         return root is None or any(part is root for part in parts)
 
     def _drop_parts_of(self, model: nn.Module) -> list[nn.Module]:
-        """In the first step, forget the names of roots that are part of a model: from now on they
-        are named after it."""
+        """In the first step, forget the names of roots that are part of a model: they get names
+        below that model."""
         if self._current_step():
             return []
         roots = {
@@ -195,18 +195,18 @@ class ModuleNamer:
             for prefix, root in self._names.roots()
             if prefix or not self._root_is_given
         }
-        parts = self._among(roots, model) if roots else []
+        parts = self._contained(roots, model) if roots else []
         for part in parts:
             self._drop(part)
         return parts
 
-    def _among(self, modules: dict[int, nn.Module], model: nn.Module) -> list[nn.Module]:
-        """Which of some modules are part of a model."""
+    def _contained(self, modules: dict[int, nn.Module], model: nn.Module) -> list[nn.Module]:
+        """The modules that are part of a model."""
         kind = _class_of(model)
         most = _MOST_SEARCHED if kind in self._searched else sys.maxsize
         self._searched.add(kind)
-        inside = {id(part) for _, part in ModuleWalk(model).next(most) if id(part) in modules}
-        return [module for key, module in modules.items() if key in inside]
+        ids = {id(part) for _, part in ModuleWalk(model).next(most) if id(part) in modules}
+        return [module for key, module in modules.items() if key in ids]
 
     def _drop(self, module: nn.Module) -> None:
         """Forget the name of a module, and of everything below it if it is a root."""
@@ -229,7 +229,7 @@ class ModuleNamer:
 
 
 def _inwards(module: nn.Module) -> Iterator[nn.Module]:
-    """A module, and what it wraps, from the outside to the inside."""
+    """A module, and the modules that it wraps, from the outside to the inside."""
     inner: nn.Module | None = module
     while inner is not None:
         yield inner
@@ -246,8 +246,8 @@ def _has_trained_parameter(module: nn.Module) -> bool:
 
 
 def _is_graph(module: nn.Module) -> bool:
-    """Whether a module is a graph that a compiler made, without parameters. A model that was traced
-    has parameters."""
+    """Whether a module is a graph that a compiler made: it has no parameters. A traced model has
+    parameters."""
     return isinstance(module, torch.fx.GraphModule) and not any(
         param is not None
         for _, part in ModuleWalk(module).next(_MOST_IN_GRAPH)

@@ -1,4 +1,4 @@
-"""Finds the module calls that made many autograd nodes: `Locator.spot_of_node` for a million
+"""Finds the module calls that made many autograd nodes: `Locator.place_ids_of_node` for a million
 numbers at once.
 
 Takes the sequence numbers of nodes, returns `Places`. Usually the thread that made the graph calls
@@ -15,7 +15,8 @@ from torchwhere.blackbox.file_format import NO_CALL
 from torchwhere.core.place import Certainty, Pass
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.threads import LOG_LENGTH, LOG_MASK, Track
-from torchwhere.model.backward_graph import ACCUMULATE_GRAD_SEQ, CERTAINTIES, Places
+from torchwhere.model.backward_graph import CERTAINTIES, Places
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 
 _INFERRED, _EXACT = CERTAINTIES.index(Certainty.INFERRED), CERTAINTIES.index(Certainty.EXACT)
 
@@ -70,11 +71,15 @@ def _name(
     distinct, at = np.unique(packed_places, return_inverse=True)
     rows = []
     for packed in distinct.tolist():
-        spot = locator.spot_of_packed(packed, track, Pass.BACKWARD)
-        module = locator.text_of(spot.module) if spot.module else None
-        call = -1 if module is None or spot.call == NO_CALL else spot.call
+        place_ids = locator.place_ids_of_packed(packed, track, Pass.BACKWARD)
+        module = locator.text_of(place_ids.module) if place_ids.module else None
+        call = -1 if module is None or place_ids.call == NO_CALL else place_ids.call
         rows.append(
-            (modules.setdefault(module, len(modules)), call, _INFERRED if spot.flags else _EXACT)
+            (
+                modules.setdefault(module, len(modules)),
+                call,
+                _INFERRED if place_ids.flags else _EXACT,
+            )
         )
     table = np.array(rows, np.int64).reshape(len(rows), 3)[at]
     answer.module[rows_of], answer.call[rows_of], answer.certainty[rows_of] = table.T

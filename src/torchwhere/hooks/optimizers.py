@@ -41,7 +41,7 @@ class OptimizerHook:
         self._on_move = on_move
         self._on_optimizer = on_optimizer
         self._on_step_end = on_step_end
-        self._stepped = steppers  # since the last training step; the native part reads it too
+        self._stepped = steppers  # since the last training step; the native extension reads it too
         self._handles: list[Any] = []
         self._is_in_engine = False  # inside `step` of a DeepSpeed engine
         self._engine_step: Any = None

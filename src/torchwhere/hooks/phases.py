@@ -84,7 +84,7 @@ class PythonPhaseNode(PhaseNode):
 
 @cache
 def _type_of_steps(native: NativeExtension | None) -> type[PhaseNode]:
-    """The class of the node that counts steps: the native part writes to it, if there is one."""
+    """The class of the node that counts steps. The native extension writes to it."""
     if native is None:
         return PythonPhaseNode
     return type("NativeNode", (native.Sum, PhaseNode), {"__slots__": _OTHERS})
@@ -93,7 +93,7 @@ def _type_of_steps(native: NativeExtension | None) -> type[PhaseNode]:
 class OpenPhase:
     """A phase that has begun and not ended."""
 
-    __slots__ = ("entry", "graph", "line", "name", "node", "outer", "spot", "t_ns", "track")
+    __slots__ = ("entry", "graph", "line", "name", "node", "outer", "place_ids", "t_ns", "track")
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class OpenPhase:
         node: PhaseNode,
         outer: OpenPhase | None,
         track: Track,
-        spot: PlaceIds,
+        place_ids: PlaceIds,
         line: int,
         graph: int,
         t_ns: int,
@@ -112,7 +112,7 @@ class OpenPhase:
         self.node = node
         self.outer = outer
         self.track = track
-        self.spot = spot
+        self.place_ids = place_ids
         self.line = line
         self.graph = graph
         self.t_ns = t_ns
@@ -167,10 +167,10 @@ class PhaseRecorder:
             node = around.inner.get(name) or self._add_node(
                 around, name, is_main=track.name == "MainThread"
             )
-            spot, (line, graph) = locator.spot(track), self._line(locator, frame)
+            place_ids, (line, graph) = locator.place_ids(track), self._line(locator, frame)
             entry = node.entry if node.name == name else box.intern(EntryType.PHASE, name)
             now, words = monotonic_ns(), box.words
-            _innermost.set(OpenPhase(name, entry, node, outer, track, spot, line, graph, now))
+            _innermost.set(OpenPhase(name, entry, node, outer, track, place_ids, line, graph, now))
             if node.lock is None:
                 self._open(node, now)
             else:
@@ -179,8 +179,8 @@ class PhaseRecorder:
             words[track.cursor + CURSOR_PHASE] = entry
             # fmt: off
             words[track.cursor + CURSOR_RECORD] = box.record(
-                _BEGIN, now, spot.pass_, spot.flags, track.number, self._counter.step, spot.module,
-                spot.call, line, graph, entry, 0, spot.param,
+                _BEGIN, now, place_ids.pass_, place_ids.flags, track.number, self._counter.step,
+                place_ids.module, place_ids.call, line, graph, entry, 0, place_ids.param,
             )
             # fmt: on
         except Exception as error:
@@ -199,7 +199,7 @@ class PhaseRecorder:
                 phase = _taken_out(phase, name, track)
             if phase is None:  # it began before the watch
                 return
-            now, spot, words = monotonic_ns(), phase.spot, box.words
+            now, place_ids, words = monotonic_ns(), phase.place_ids, box.words
             took = now - phase.t_ns
             node = phase.node
             if node.lock is None:
@@ -210,8 +210,9 @@ class PhaseRecorder:
             words[track.cursor + CURSOR_PHASE] = _entry(_innermost.get(), track)
             # fmt: off
             words[track.cursor + CURSOR_RECORD] = box.record(
-                _END, now, spot.pass_, spot.flags, track.number, self._counter.step, spot.module,
-                spot.call, phase.line, phase.graph, phase.entry, 0, spot.param, took,
+                _END, now, place_ids.pass_, place_ids.flags, track.number, self._counter.step,
+                place_ids.module, place_ids.call, phase.line, phase.graph, phase.entry, 0,
+                place_ids.param, took,
             )
             # fmt: on
         except Exception as error:

@@ -198,7 +198,7 @@ class PythonTrack(Track):
 @cache
 def track_type(native: NativeExtension | None) -> type[Track]:
     """The class of tracks: with the hot fields in the native class, or `PythonTrack` without the
-    native part."""
+    native extension."""
     if native is None:
         return PythonTrack
     return type("NativeTrack", (native.ThreadTrack, Track), {"__slots__": _COLD})

@@ -1,9 +1,9 @@
-"""The autograd graph behind tensors, as data: `BackwardGraph`, with a row in flat arrays for each
-node.
+"""The autograd graph behind tensors, as data: a `BackwardGraph` has flat arrays with one row for
+each node.
 
-Takes a `Trail` and what is known about its nodes, gives a graph that holds nothing of torch's:
-numbers, and each text once. A node takes about 40 bytes. Shapes are those of what the operation
-gave in forward. As text, DOT and JSON: `render/graph.py`.
+`read` takes a `Trail` and the sources of names, places and lines. Its result refers to no object of
+torch: it has numbers, and each text once. A node takes about 40 bytes. Shapes are the shapes of the
+outputs of the operation in forward. `render/graph.py` prints the graph as text and DOT.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from numpy.typing import NDArray
 from torchwhere.core.interner import Interner
 from torchwhere.core.place import Certainty
 from torchwhere.core.results import Tabular
-from torchwhere.model.graph_walk import Numbers, Trail, is_leaf, sources
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, Numbers, Trail, is_leaf, sources
 from torchwhere.model.module_names import owner
 from torchwhere.model.saved_tensors import is_freed
 from torchwhere.render import graph as views
 
-ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
 CERTAINTIES = (Certainty.UNKNOWN, Certainty.INFERRED, Certainty.EXACT)
-Shape = tuple[int | str, ...]  # a symbolic size is given as text
+Shape = tuple[int | str, ...]  # a symbolic size is a text
 
 
 class Places(NamedTuple):
-    """Where nodes were made: for each a number in `modules` (0: in none that is known), its call,
-    and how sure that is."""
+    """Where nodes were made. For each node: an index into `modules` (0: the module is unknown), the
+    call of that module, and the certainty of both."""
 
     modules: list[str | None]
     module: Numbers
-    call: NDArray[np.int64]  # -1: not known
-    certainty: NDArray[np.uint8]  # number in CERTAINTIES
+    call: NDArray[np.int64]  # -1: unknown
+    certainty: NDArray[np.uint8]  # index into CERTAINTIES
 
     @classmethod
     def unknown(cls, count: int) -> Places:
@@ -44,7 +43,7 @@ class Places(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Which line of the forward made each node: a number in `lines`, 0 where that is not known."""
+    """Which line of the forward made each node: an index into `lines`, 0 if the line is unknown."""
 
     lines: list[str | None]
     line: Numbers
@@ -56,17 +55,18 @@ class Lines(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeSources:
-    """Who to ask about the nodes of a graph; each is asked once for all of them."""
+    """Functions that know more about the nodes of a graph. `places` and `lines` are called once,
+    for all nodes; `names` once for each leaf."""
 
     places: Callable[[NDArray[np.uint64]], Places]  # from sequence numbers
-    names: Callable[[torch.Tensor], Sequence[str]]  # of a parameter: all it has
+    names: Callable[[torch.Tensor], Sequence[str]]  # all names of a parameter
     lines: Callable[[Sequence[Any], NDArray[np.uint64]], Lines]  # from nodes and sequence numbers
 
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """One node. `following` are the numbers of the nodes that its gradients go to; `names` those of
-    the leaf's parameter."""
+    """One node. `following` has the numbers of the nodes that its gradients go to, and `names` all
+    names of the parameter, if the node is the leaf of one."""
 
     number: int
     op: str
@@ -83,7 +83,7 @@ class GraphNode:
 
     @property
     def param(self) -> str | None:
-        """The parameter whose gradient is accumulated here, by its first name."""
+        """The first name of the parameter whose gradient this node accumulates."""
         return self.names[0] if self.names else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class GraphNode:
 
 
 class Nodes(Sequence[GraphNode]):
-    """The nodes of a graph; each is made when it is looked at."""
+    """The nodes of a graph. A `GraphNode` is created on access."""
 
     def __init__(self, graph: BackwardGraph, numbers: Sequence[int]) -> None:
         self._graph = graph
@@ -118,11 +118,10 @@ class Nodes(Sequence[GraphNode]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardGraph(Tabular):
-    """Every autograd node behind some tensors, once: node 0 made the first of them, and a node
-    comes before those it feeds.
+    """Every autograd node behind some tensors, once. Node 0 made the first tensor, and a node comes
+    before the nodes that its gradients go to.
 
-    Columns have a number for each node; `ops`, `outputs` and `lines` are the tables those numbers
-    point into.
+    Columns have one number for each node: an index into the tables `ops`, `outputs` and `lines`.
     """
 
     roots: tuple[int, ...]
@@ -136,9 +135,9 @@ class BackwardGraph(Tabular):
     places: Places
     lines: list[str | None]
     line: Numbers
-    # of the leaves: the names of their parameters, () where none is known
+    # by the number of a leaf: the names of its parameter, () if it has no known name
     leaves_named: dict[int, tuple[str, ...]]
-    freed: int  # nodes that saved tensors for backward and no longer have them: backward has run
+    freed: int  # nodes whose saved tensors are freed: backward has run
 
     def __len__(self) -> int:
         return len(self.op)
@@ -155,25 +154,22 @@ class BackwardGraph(Tabular):
 
     @property
     def leaves(self) -> Nodes:
-        """The leaves that get a gradient: parameters, and inputs that require one."""
+        """The leaves: parameters, and inputs that require a gradient."""
         return Nodes(self, list(self.leaves_named))
 
     @property
     def parameters(self) -> list[str]:
-        """The names of the parameters behind the tensors, each by its first name."""
+        """The first name of each parameter behind the tensors."""
         return [names[0] for names in self.leaves_named.values() if names]
 
     @property
     def edges(self) -> NDArray[np.uint32]:
-        """One row for each edge: the number of the node, and of one that its gradients go to."""
+        """One row for each edge: the number of a node, and of a node that its gradients go to."""
         return np.stack([sources(self.starts), self.targets], axis=1)
 
     def _node(self, number: int) -> GraphNode:
-        places, call, sequence = (
-            self.places,
-            int(self.places.call[number]),
-            int(self.sequence[number]),
-        )
+        places, sequence = self.places, int(self.sequence[number])
+        call = int(places.call[number])
         shapes, dtype = self.outputs[self.output[number]]
         return GraphNode(
             number=number,
@@ -197,20 +193,20 @@ class BackwardGraph(Tabular):
         return self.text()
 
     def text(self, *, lines: int | None = 500) -> str:
-        """A line for each node, from the tensors to the leaves, with repeats folded; at most so
-        many lines."""
+        """One line for each node, from the tensors to the leaves. Repeated parts are folded, and
+        the text has at most `lines` lines."""
         return views.text(self, lines=lines)
 
     def dot(self) -> str:
-        """The whole graph for Graphviz: `dot -Tsvg`."""
+        """The whole graph in the DOT language of Graphviz: `dot -Tsvg`."""
         return views.dot(self)
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The nodes, one a row."""
+        """One dict for each node."""
         return [node.to_dict() for node in self]
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole graph as JSON knows it."""
+        """The whole graph as a dict that JSON can store."""
         return {
             "roots": list(self.roots),
             "nodes": self.as_rows(),
@@ -226,19 +222,19 @@ class BackwardGraph(Tabular):
 # -- from the live nodes ---------------------------------------------------------------------------
 
 
-def read(trail: Trail, roots: Sequence[Any], known: NodeSources) -> BackwardGraph:
-    """Everything there is to know about the nodes of a trail, with nothing of torch's kept."""
+def read(trail: Trail, roots: Sequence[Any], about: NodeSources) -> BackwardGraph:
+    """Read all nodes of a trail into a graph that refers to no object of torch."""
     nodes, count = trail.nodes, len(trail.nodes)
     ops, outputs = Interner[str]([""]), Interner[Any]([((), None)])
     sequence = np.fromiter((node._sequence_nr() for node in nodes), np.uint64, count)
     leaves = {
-        number: tuple(known.names(node.variable))
+        number: tuple(about.names(node.variable))
         for number, node in enumerate(nodes)
         if is_leaf(node)
     }
-    wanted, lines = set(roots), known.lines(nodes, sequence)
+    root_set, lines = set(roots), about.lines(nodes, sequence)
     return BackwardGraph(
-        roots=tuple(number for number, node in enumerate(nodes) if node in wanted),
+        roots=tuple(number for number, node in enumerate(nodes) if node in root_set),
         starts=trail.starts,
         targets=trail.targets,
         op=_column((ops.id_of(_op(node)) for node in nodes), count),
@@ -248,7 +244,7 @@ def read(trail: Trail, roots: Sequence[Any], known: NodeSources) -> BackwardGrap
         lines=lines.lines,
         line=lines.line,
         sequence=sequence,
-        places=_with_owners(known.places(sequence), trail, leaves),
+        places=_with_owners(about.places(sequence), trail, leaves),
         leaves_named=leaves,
         freed=sum(map(is_freed, nodes)),
     )
@@ -268,21 +264,21 @@ def _op(node: Any) -> str:
 
 
 def _output(node: Any) -> Any:
-    """Shapes and dtype of what a node gave in forward: what goes into it in backward is alike. Most
-    give one tensor."""
+    """Shapes and dtype of the outputs of a node in forward. Its inputs in backward, the gradients
+    of these outputs, have the same."""
     try:
-        given = node._input_metadata
-        if len(given) == 1:
-            one = given[0]
-            return (_shape(one.shape),), one.dtype
-        return tuple(_shape(one.shape) for one in given), given[0].dtype if given else None
+        gradients = node._input_metadata
+        if len(gradients) == 1:  # most nodes
+            return (_shape(gradients[0].shape),), gradients[0].dtype
+        dtype = gradients[0].dtype if gradients else None
+        return tuple(_shape(gradient.shape) for gradient in gradients), dtype
     except (AttributeError, RuntimeError):
         return (), None
 
 
 def _shape(sizes: Any) -> Shape:
-    """A size that is not a plain number is symbolic, and cannot be kept: it would keep its whole
-    shape environment."""
+    """The sizes as numbers, and symbolic sizes as text: a symbolic size would keep its whole shape
+    environment alive."""
     for size in sizes:
         if type(size) is not int:
             return tuple(size if type(size) is int else str(size) for size in sizes)
@@ -294,8 +290,8 @@ def _dtype(dtype: Any) -> str | None:
 
 
 def _with_owners(places: Places, trail: Trail, leaves: dict[int, tuple[str, ...]]) -> Places:
-    """Name the module of the leaves by their parameters, and of a node that no watch saw by the
-    parameters it works on."""
+    """Find the modules of the leaves from the names of their parameters, and the module of a node
+    that no watch recorded from the parameters that it uses."""
     modules = dict.fromkeys(places.modules)
     numbers = {module: number for number, module in enumerate(modules)}
     owned = {
@@ -309,9 +305,8 @@ def _with_owners(places: Places, trail: Trail, leaves: dict[int, tuple[str, ...]
     if not owned:
         return places
     users = sources(trail.starts)
-    for edge in np.flatnonzero(
-        np.isin(trail.targets, list(owned)) & (places.certainty[users] == 0)
-    ):
+    is_unknown_user = np.isin(trail.targets, list(owned)) & (places.certainty[users] == 0)
+    for edge in np.flatnonzero(is_unknown_user):
         source = users[edge]
         places.module[source], places.certainty[source] = owned[int(trail.targets[edge])], inferred
     return places._replace(modules=list(numbers))

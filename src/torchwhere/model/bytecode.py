@@ -1,10 +1,11 @@
-"""What dynamo's code passes to the compiled graph: the inputs of a graph, in order, as expressions
-of the function's variables.
+"""Reads from dynamo's bytecode what it passes to a compiled graph: the inputs of the graph, in
+order, as expressions of the function's variables.
 
-Dynamo turns a function into code that gathers parameters and tensors
-(`self._modules['up']._parameters['weight']`, `x`), calls the graph with them and puts the results
-where they belong. The gathering is straight code: run here on names instead of values, up to the
-call. Nothing is executed. Code of a kind that is not known gives None, never a guess.
+Dynamo turns a function into code that loads parameters and tensors
+(`self._modules['up']._parameters['weight']`, `x`), calls the graph with them and stores the
+results. The code before the call has no branches. It is interpreted here on names instead of
+values, up to the call; nothing is executed. For an instruction that this module does not know, the
+result is None, never a guess.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LOADS = (
     "LOAD_DEREF",
     "LOAD_NAME",
 )
-_NOTHING = (
+_NO_EFFECT = (
     "RESUME",
     "NOP",
     "PRECALL",
@@ -36,71 +37,71 @@ _NOTHING = (
     "EXTENDED_ARG",
     "NOT_TAKEN",
 )
-# a callable comes before the NULL that stands for its missing `self`
+# since 3.13 a callable is pushed before the NULL that takes the place of its `self`
 _NULL_LAST = sys.version_info >= (3, 13)
 _METHOD_BIT = sys.version_info >= (3, 12)  # LOAD_ATTR took over LOAD_METHOD
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A variable and the way from it: attributes and keys."""
+    """A variable, and the attributes and keys that lead from it to a value."""
 
     base: str
     steps: tuple[tuple[str, Any], ...] = ()  # ("." or "[", attribute or key)
 
-    def then(self, how: str, what: Any) -> Expression:
-        return Expression(self.base, (*self.steps, (how, what)))
+    def then(self, access: str, key: Any) -> Expression:
+        return Expression(self.base, (*self.steps, (access, key)))
 
     def __str__(self) -> str:
         return self.base + "".join(
-            f".{what}" if how == "." else f"[{what!r}]" for how, what in self.steps
+            f".{key}" if access == "." else f"[{key!r}]" for access, key in self.steps
         )
 
     @property
-    def held(self) -> tuple[str, str] | None:
-        """`parameter` or `buffer`, and its name within the module that the variable is; None for
-        anything else."""
-        kinds = [_HOLDERS[what] for how, what in self.steps if how == "." and what in _HOLDERS]
+    def module_tensor(self) -> tuple[str, str] | None:
+        """If the variable is a module and the value one of its parameters or buffers: `parameter`
+        or `buffer`, and the name in that module. None for any other value."""
+        kinds = [_HOLDERS[key] for access, key in self.steps if access == "." and key in _HOLDERS]
         if len(kinds) * 2 != len(self.steps) or not kinds or not kinds[-1]:
             return None
-        return kinds[-1], ".".join(str(what) for how, what in self.steps if how == "[")
+        return kinds[-1], ".".join(str(key) for access, key in self.steps if access == "[")
 
 
 class _Null:
-    """What Python pushes where there is no `self`."""
+    """The value that Python pushes in place of a missing `self`."""
 
 
 class _UnknownCodeError(Exception):
-    """An instruction that is not understood here."""
+    """This module does not know an instruction."""
 
 
 def graph_name(code: CodeType) -> str | None:
-    """The global name of the graph that a function of dynamo's calls; None if it calls none."""
+    """The global name of the graph that a function made by dynamo calls; None if it calls none."""
     return next((name for name in code.co_names if name.startswith(GRAPH_NAME)), None)
 
 
 def graph_inputs(code: CodeType) -> list[Expression] | None:
-    """What `code` passes to its graph; None where that cannot be told."""
+    """The arguments that `code` passes to its graph; None if they cannot be found."""
     machine = _BytecodeMachine()
     try:
         for instruction in dis.get_instructions(code):
-            found = machine.run(instruction)
-            if found is not None:
-                return found
+            inputs = machine.run(instruction)
+            if inputs is not None:
+                return inputs
     except (_UnknownCodeError, IndexError):
         return None
     return None
 
 
 class _BytecodeMachine:
-    """A stack of expressions instead of values."""
+    """Interprets instructions on a stack of expressions instead of values."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.variables: dict[str, Any] = {}
 
     def run(self, instruction: dis.Instruction) -> list[Expression] | None:
-        """One instruction; gives the arguments once it is the call of the graph."""
+        """Interpret one instruction. Returns the arguments if it is the call of the graph."""
         name, stack = instruction.opname, self.stack
         if name in ("CALL", "CALL_FUNCTION"):
             return self._call(int(instruction.arg or 0))
@@ -120,12 +121,12 @@ class _BytecodeMachine:
         elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]"):
             key = stack.pop()
             stack.append(_followed(stack.pop(), "[", key))
-        elif name not in _NOTHING:
+        elif name not in _NO_EFFECT:
             self._move(name, instruction)
         return None
 
     def _move(self, name: str, instruction: dis.Instruction) -> None:
-        """Instructions that only move things about."""
+        """Interpret an instruction that only moves values."""
         stack, at = self.stack, int(instruction.arg or 0)
         if name == "STORE_FAST":
             self.variables[str(instruction.argval)] = stack.pop()
@@ -157,7 +158,8 @@ class _BytecodeMachine:
         function = called[-1] if called else None
         if isinstance(function, Expression) and function.base.startswith(GRAPH_NAME):
             return [
-                one if isinstance(one, Expression) else Expression(repr(one)) for one in arguments
+                argument if isinstance(argument, Expression) else Expression(repr(argument))
+                for argument in arguments
             ]
         size = _size(function, arguments)
         self.stack.append(size or Expression(f"{function}({', '.join(map(str, arguments))})"))
@@ -165,7 +167,8 @@ class _BytecodeMachine:
 
 
 def _size(function: Any, arguments: list[Any]) -> Expression | None:
-    """A dynamic size is passed as a number: dynamo's own way to say `x.size(0)`."""
+    """The expression of a dynamic size, which dynamo passes as a number: for `call_size(x, 0)` it
+    is `x.size(0)`."""
     if (
         isinstance(function, Expression)
         and function.steps[-1:] == ((".", "call_size"),)
@@ -175,7 +178,7 @@ def _size(function: Any, arguments: list[Any]) -> Expression | None:
     return None
 
 
-def _followed(value: Any, how: str, what: Any) -> Expression:
+def _followed(value: Any, access: str, key: Any) -> Expression:
     if not isinstance(value, Expression):
-        raise _UnknownCodeError(f"{how} of {type(value).__name__}")
-    return value.then(how, what)
+        raise _UnknownCodeError(f"{access} of {type(value).__name__}")
+    return value.then(access, key)

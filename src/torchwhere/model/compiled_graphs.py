@@ -1,7 +1,7 @@
-"""The compiled graphs of a process, as data: what each was made from, its inputs by parameter name,
-why it was compiled again.
+"""The compiled graphs of a process, as data: the function of each graph, its inputs by parameter
+name, and why it was compiled again.
 
-Holds texts and numbers only; nothing of dynamo's is kept alive. As a table: `render/graphs.py`.
+The data are texts and numbers, and keep no object of dynamo alive. `render/graphs.py` prints them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PARAMETER, BUFFER, INPUT = "parameter", "buffer", "input"
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """One input: a parameter or buffer by its name in the module that was compiled, anything else
-    as it is reached."""
+    """One input of a graph. A parameter or buffer has its name in the compiled module; any other
+    input is an expression, for example `x` or `batch['ids']`."""
 
     number: int
     kind: str  # parameter, buffer, input
@@ -31,33 +31,33 @@ class GraphInput:
 
 
 def inputs_of(expressions: Sequence[Expression] | None) -> tuple[GraphInput, ...] | None:
-    """What dynamo's code passes to a graph, named."""
+    """The inputs of a graph, from the expressions that dynamo's code passes to it."""
     if expressions is None:
         return None
-    named = [each.held or (INPUT, str(each)) for each in expressions]
+    named = [expression.module_tensor or (INPUT, str(expression)) for expression in expressions]
     return tuple(GraphInput(number, kind, name) for number, (kind, name) in enumerate(named))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CompiledGraph:
-    """One compiled graph. A function that is trained has two for each variant: its forward and its
-    backward."""
+    """One compiled graph. A function that is trained has two graphs for each variant: a forward and
+    a backward graph."""
 
-    id: str  # dynamo's: frame and variant, `0/0`
+    id: str  # from dynamo: frame and variant, `0/0`
     kind: str  # forward, backward, inference
     function: str
     line: str | None  # where the function begins
-    model: str  # AOTAutograd's name of the model
+    model: str  # the name that AOTAutograd has for the model
     backend: str | None
     ops: int | None
-    inputs: tuple[GraphInput, ...] | None  # None: not known, as for a backward
+    inputs: tuple[GraphInput, ...] | None  # None: unknown, for example for a backward
     recompiled: int  # how often the function had been compiled before
     reason: str | None  # why it was compiled again
     seconds: float | None  # to compile it
-    is_live: bool  # can still run; False where dynamo has dropped it
+    is_live: bool  # whether it can still run; False if dynamo has dropped it
 
     def describe(self, number: int) -> str:
-        """Input `number` in words: `parameter layers.0.up.weight`, `input x`."""
+        """Input `number` as text: `parameter layers.0.up.weight`, `input x`."""
         if self.inputs is None:
             raise ValueError(
                 f"describe({number}): the inputs of {self.kind} graph {self.id} are not known"
@@ -101,10 +101,10 @@ class CompiledGraphs(Sequence[CompiledGraph], Tabular):
             return CompiledGraphs(self._graphs[key])
         if not isinstance(key, str):
             return self._graphs[key]
-        found = next((graph for graph in self._graphs if graph.id == key), None)
-        if found is None:
+        match = next((graph for graph in self._graphs if graph.id == key), None)
+        if match is None:
             raise KeyError(f"no compiled graph {key!r}; there are {', '.join(self.ids) or 'none'}")
-        return found
+        return match
 
     def __contains__(self, key: object) -> bool:
         return key in (self.ids if isinstance(key, str) else self._graphs)
@@ -114,7 +114,7 @@ class CompiledGraphs(Sequence[CompiledGraph], Tabular):
         return list(dict.fromkeys(graph.id for graph in self._graphs))
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The graphs, one a row; of the inputs how many."""
+        """One dict for each graph. `inputs` is the number of inputs."""
         return [
             graph.to_dict() | {"inputs": None if graph.inputs is None else len(graph.inputs)}
             for graph in self._graphs

@@ -1,8 +1,9 @@
-"""What FSDP knows of a module: the groups of parameters it gathers together, FSDP1 and FSDP2
-(`fully_shard`) alike.
+"""Reads from FSDP1 and FSDP2 (`fully_shard`) how they shard a module: which parameters they gather
+together, and in which way.
 
-Facts come from FSDP's own states, not from what the module holds at the moment: between forward and
-backward that may be the gathered parameters. Whatever is read here is there in torch 2.11 and 2.13.
+The facts come from the states of FSDP, not from the tensors that a module has at the moment: those
+may be the gathered parameters between forward and backward. All private attributes used here exist
+in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import nn
 
 from torchwhere.core.layout_json import Facts
 from torchwhere.core.model_layout import FLAT
-from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
+from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state, is_fsdp1
 from torchwhere.model.meshes import Meshes, placement_texts
 from torchwhere.model.wrappers import wrapped
 
-# until the first forward FSDP2 does not know which is the root
-UNSETTLED = "after forward, the root after backward"
-Slot = tuple[int, str]  # where a parameter is held: id of the module, name in it
+# until the first forward FSDP2 does not know which unit is the root
+RESHARD_UNDECIDED = "after forward, the root after backward"
+Slot = tuple[int, str]  # where a parameter is: the id of its module, and its name there
 
 
 @dataclass(slots=True)
-class Held:
-    """A parameter as its manager, or the tensor itself, knows it."""
+class HeldParam:
+    """A parameter, as the unit that manages it describes it, or the tensor itself."""
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -39,11 +40,11 @@ class Held:
     note: str = ""
 
 
-def dtypes_text(found: dict[str, Any]) -> Facts:
-    """Dtypes by their use, those that are set."""
+def dtype_texts(dtypes: dict[str, Any]) -> Facts:
+    """The dtypes that are set, as text, by their use."""
     return tuple(
         (use, str(dtype).removeprefix("torch."))
-        for use, dtype in found.items()
+        for use, dtype in dtypes.items()
         if dtype is not None
     )
 
@@ -55,26 +56,26 @@ def is_replicating(state: Any) -> bool:
     return "Replicate" in type(state).__name__
 
 
-def held2(group: Any, meshes: Meshes) -> dict[Slot, Held]:
-    """What a group manages, by every slot that holds it."""
-    found: dict[Slot, Held] = {}
+def fsdp2_params(group: Any, meshes: Meshes) -> dict[Slot, HeldParam]:
+    """The parameters that a group manages, by each slot that has them."""
+    params: dict[Slot, HeldParam] = {}
     for managed in group.fsdp_params:
         param = managed.sharded_param
-        held = held_dtensor(param, meshes, key=id(managed))
+        held = dtensor_param(param, meshes, key=id(managed))
         if managed.offload_to_cpu:
             held.device = "cpu"
         info = managed._module_info
-        found[id(info.module), info.param_name] = held
+        params[id(info.module), info.param_name] = held
         for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-            found[id(module), name] = held
-    return found
+            params[id(module), name] = held
+    return params
 
 
-def held_dtensor(param: Any, meshes: Meshes, *, key: object) -> Held:
-    # nothing of this is to be differentiated, and outside of autograd it copies nothing
-    with torch.no_grad():
+def dtensor_param(param: Any, meshes: Meshes, *, key: object) -> HeldParam:
+    """Describe a parameter that is a DTensor."""
+    with torch.no_grad():  # outside of autograd `to_local` copies nothing
         local = param.to_local()
-    return Held(
+    return HeldParam(
         shape=tuple(param.shape),
         local_shape=tuple(local.shape),
         dtype=param.dtype,
@@ -86,8 +87,8 @@ def held_dtensor(param: Any, meshes: Meshes, *, key: object) -> Held:
     )
 
 
-def facts2(state: Any, group: Any, meshes: Meshes) -> dict[str, Any]:
-    """The fields of the Unit of a group."""
+def fsdp2_facts(state: Any, group: Any, meshes: Meshes) -> dict[str, Any]:
+    """The fields of the `Unit` of a group."""
     info, policy = group.mesh_info, group.mp_policy
     return {
         "mesh": meshes.of_mesh(info.mesh),
@@ -95,21 +96,21 @@ def facts2(state: Any, group: Any, meshes: Meshes) -> dict[str, Any]:
             "Shard(0)" if dim == info.shard_mesh_dim else "Replicate()"
             for dim in range(info.mesh.ndim)
         ),
-        "dtypes": dtypes_text(
+        "dtypes": dtype_texts(
             {use: getattr(policy, f"{use}_dtype", None) for use in ("param", "reduce", "output")}
         ),
-        "reshard": None if is_replicating(state) else _reshard2(state, group),
-        "offload": _offload2(group.offload_policy),
-        "padding_bytes": sum(_padding2(managed) for managed in group.fsdp_params),
+        "reshard": None if is_replicating(state) else _fsdp2_reshard(state, group),
+        "offload": _fsdp2_offload(group.offload_policy),
+        "padding_bytes": sum(_fsdp2_padding(managed) for managed in group.fsdp_params),
     }
 
 
-def _reshard2(state: Any, group: Any) -> str:
+def _fsdp2_reshard(state: Any, group: Any) -> str:
     after = group.post_forward_mesh_info
     if after is None:
         return "after backward"
     if getattr(state, "_auto_reshard_after_forward", False) and state._is_root is None:
-        return UNSETTLED
+        return RESHARD_UNDECIDED
     size = after.shard_mesh_size
     return (
         "after forward"
@@ -118,13 +119,13 @@ def _reshard2(state: Any, group: Any) -> str:
     )
 
 
-def _offload2(policy: Any) -> str | None:
+def _fsdp2_offload(policy: Any) -> str | None:
     if type(policy).__name__ != "CPUOffloadPolicy":
         return None
     return "cpu, pinned" if policy.pin_memory else "cpu"
 
 
-def _padding2(managed: Any) -> int:
+def _fsdp2_padding(managed: Any) -> int:
     extra = managed.padded_sharded_param_size.numel() - managed.sharded_size.numel()
     return int(extra * managed.sharded_param.dtype.itemsize)
 
@@ -132,20 +133,22 @@ def _padding2(managed: Any) -> int:
 # -- FSDP1 -----------------------------------------------------------------------------------------
 
 
-def held1(state: Any, mesh: int | None, placements: tuple[str, ...]) -> dict[Slot, Held]:
-    """What the flat parameter of an FSDP1 wrapper is made of, by every slot that holds, or would
-    hold, a part of it."""
+def fsdp1_params(
+    state: Any, mesh: int | None, placements: tuple[str, ...]
+) -> dict[Slot, HeldParam]:
+    """The original parameters in the flat parameter of an FSDP1 wrapper, by each slot that has one
+    of them, or had it before FSDP1 took it out."""
     handle = state._handle
     if handle is None:
         return {}
-    flat, found = handle.flat_param, {}
+    flat, params = handle.flat_param, {}
     for at, (info, shard) in enumerate(
         zip(flat._param_infos, flat._shard_param_infos, strict=True)
     ):
         shape = tuple(flat._shapes[at])
         extension = flat._param_extensions[at]
         originals = getattr(flat, "_params", None)
-        found[id(info.module), info.param_name] = Held(
+        params[id(info.module), info.param_name] = HeldParam(
             shape=shape,
             local_shape=shape if FLAT not in placements else (shard.numel_in_shard or 0,),
             dtype=flat.dtype,
@@ -159,14 +162,14 @@ def held1(state: Any, mesh: int | None, placements: tuple[str, ...]) -> dict[Slo
             else f"of a DTensor, {getattr(extension, 'placements', '')}".strip(", "),
         )
     for shared in flat._shared_param_infos:
-        primary = found.get((id(shared.prim_module), shared.prim_param_name))
+        primary = params.get((id(shared.prim_module), shared.prim_param_name))
         if primary is not None:
-            found[id(shared.module), shared.param_name] = primary
-    return found
+            params[id(shared.module), shared.param_name] = primary
+    return params
 
 
-def facts1(state: Any, meshes: Meshes) -> dict[str, Any]:
-    """The fields of the Unit of an FSDP1 wrapper."""
+def fsdp1_facts(state: Any, meshes: Meshes) -> dict[str, Any]:
+    """The fields of the `Unit` of an FSDP1 wrapper."""
     handle, precision = state._handle, state.mixed_precision
     strategy = (
         handle._sharding_strategy if handle is not None else state.sharding_strategy
@@ -190,11 +193,11 @@ def facts1(state: Any, meshes: Meshes) -> dict[str, Any]:
         if device_mesh is None
         else meshes.of_mesh(device_mesh),
         "placements": (inner,) if outer is None else ("Replicate()", inner),
-        "dtypes": dtypes_text(uses),
+        "dtypes": dtype_texts(uses),
         "reshard": reshard,
         "offload": "cpu" if state.cpu_offload.offload_params else None,
         "settings": (("strategy", strategy), ("use_orig_params", bool(state._use_orig_params))),
-        "padding_bytes": _padding1(handle),
+        "padding_bytes": _fsdp1_padding(handle),
     }
 
 
@@ -202,7 +205,7 @@ def _device(state: Any) -> str:
     return str(getattr(getattr(state, "compute_device", None), "type", ""))
 
 
-def _padding1(handle: Any) -> int:
+def _fsdp1_padding(handle: Any) -> int:
     if handle is None:
         return 0
     flat = handle.flat_param
@@ -213,18 +216,18 @@ def _padding1(handle: Any) -> int:
     return int((flat._sharded_size.numel() - used) * flat.dtype.itemsize)
 
 
-# -- the tree of the original ----------------------------------------------------------------------
+# -- the tree of modules ---------------------------------------------------------------------------
 
-# what `fully_shard` and `replicate` put before a module's own class
+# base classes that `fully_shard` and `replicate` put before the class of a module
 _MIXED_IN = ("FSDPModule", "ReplicateModule", "DDP")
-# not part of a parameter's name
+# attributes of wrappers: they are not part of the name of a parameter
 _TRANSPARENT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 @dataclass(slots=True)
 class TreeLine:
-    """A module in the tree: `fqn[Class]`, and the names of the parameters it manages if it is
-    sharded."""
+    """A module in the tree: `fqn[Class]`, and the names of the parameters that FSDP manages there,
+    if it is sharded."""
 
     level: int
     name: str
@@ -233,11 +236,10 @@ class TreeLine:
 
 
 def sharded_tree(model: nn.Module) -> list[TreeLine]:
-    """Every module in the order of the model, each below the one that holds it, wrappers
-    included."""
+    """List all modules of a model, wrappers too, in the order of a depth-first walk."""
     lines: list[TreeLine] = []
-    handles: dict[int, Any] = {}  # FSDP1: the wrapper has it, the module inside is the sharded one
-    units: list[tuple[TreeLine, dict[int, list[str]]]] = []  # those we are inside of
+    handles: dict[int, Any] = {}  # FSDP1: of the wrapper, by the module inside
+    units: list[tuple[TreeLine, dict[int, list[str]]]] = []  # that contain the current module
     pending: list[tuple[nn.Module, str, int]] = [(model, "", 0)]
     while pending:
         module, prefix, level = pending.pop()
@@ -268,22 +270,24 @@ def _part(module: nn.Module, key: str) -> str:
 
 
 def _managed(module: nn.Module, handles: dict[int, Any]) -> dict[int, list[str]]:
-    """The parameters that FSDP manages as a unit that begins at this module, by the id of the
-    module that holds them."""
-    handle, state = handles.get(id(module)), state2(module)
+    """The names of the parameters of the FSDP unit that begins at a module, by the id of the module
+    that has them."""
+    handle, state = handles.get(id(module)), fsdp2_state(module)
     infos: list[Any] = []
     if handle is not None:
         infos = list(handle.flat_param._param_infos)
     elif state is not None and not is_replicating(state):
-        infos = [managed._module_info for group in groups2(state) for managed in group.fsdp_params]
-    found: dict[int, list[str]] = {}
+        infos = [
+            managed._module_info for group in fsdp2_groups(state) for managed in group.fsdp_params
+        ]
+    names: dict[int, list[str]] = {}
     for info in infos:
-        found.setdefault(id(info.module), []).append(info.param_name)
-    return found
+        names.setdefault(id(info.module), []).append(info.param_name)
+    return names
 
 
 def class_name(module: nn.Module) -> str:
-    """The class the user wrote: `fully_shard` and `replicate` make one of their own from it."""
+    """The name of the user's class: `fully_shard` and `replicate` derive another class from it."""
     cls = type(module)
     while len(cls.__bases__) == 2 and cls.__bases__[0].__name__ in _MIXED_IN:
         cls = cls.__bases__[1]

@@ -1,13 +1,13 @@
-"""Walks the autograd graph: every node once, without recursion, and so that torch can free the
-graph afterwards.
+"""Walks the autograd graph: visits every node once, without recursion, and in a way that lets torch
+free the graph afterwards.
 
-`walk` takes nodes and gives a `Trail`: all nodes reachable from them, those that feed others first,
-and the edges as numbers. A million nodes take about two seconds. Nodes are torch's own objects:
-whoever keeps a trail keeps the graph.
+`walk` takes nodes and returns a `Trail`: all nodes reachable from them, each before the nodes that
+it leads to, and the edges as numbers. A million nodes take about two seconds. The nodes are objects
+of torch: a trail keeps the graph alive.
 
-Since 2.13 torch keeps the Python object of every node that Python has once seen, and a chain of
-such nodes is freed recursively: from some 30,000 nodes on, `del loss` after a walk overflows the
-stack and kills the process. `_Hold` is there to prevent that.
+Since 2.13, torch keeps the Python object of every node that Python code has accessed, and frees a
+chain of such nodes recursively. From about 30,000 nodes on, `del loss` after a walk overflows the
+stack and kills the process. `_Hold` prevents that.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.uint32]
 
 ACCUMULATE_GRAD = "AccumulateGrad"
+ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # the sequence number of every AccumulateGrad node
 _HELD = "torchwhere"  # key in a node's metadata
 _DEEPEST = 500  # nodes that torch may free recursively; its frames take about 300 bytes each
 
 
 class _Waiting(threading.local):
-    """Nodes that this thread is about to let go of."""
+    """Nodes that this thread is about to release."""
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
@@ -37,11 +38,11 @@ class _Waiting(threading.local):
 
 
 class _Hold:
-    """Keeps a node alive until the one that leads to it is gone, then lets go of it from a flat
-    loop.
+    """Keeps a node alive until the node that leads to it is freed, then releases it from a loop.
 
-    Torch drops a node's edges before its metadata, where this stands: the node below survives its
-    last edge, the recursion ends there, and goes on when the frames above are gone.
+    It is in the metadata of the node that leads to it. Torch drops the edges of a node before its
+    metadata, so the next node outlives its last edge and the recursion ends there. The loop frees
+    the next node when the frames of that recursion have returned.
     """
 
     __slots__ = ("node",)
@@ -62,8 +63,8 @@ class _Hold:
 
 
 class Trail(NamedTuple):
-    """A walk: `nodes` from the roots to the leaves, node `i` leading to `targets[starts[i]:starts[i
-    + 1]]`."""
+    """The result of a walk: `nodes` from the roots to the leaves. Node `i` leads to the nodes
+    `targets[starts[i] : starts[i + 1]]`."""
 
     nodes: list[Any]
     starts: Numbers
@@ -71,15 +72,17 @@ class Trail(NamedTuple):
 
 
 def walk(roots: Iterable[Any]) -> Trail:
-    """Every node reachable from `roots`, once; each comes before all nodes it leads to."""
-    # the last is numbered first, so the first comes first
+    """Visit every node reachable from `roots` once. Each comes before all nodes it leads to."""
+    # The last root is numbered first, and the numbers are reversed at the end.
     pending: list[Any] = [root for root in roots if root is not None]
-    numbers: dict[Any, int] = {}  # counted from the leaves; -1 while on the way
+    # counted from the leaves; -1 until all nodes that a node leads to have numbers
+    numbers: dict[Any, int] = {}
     nodes: list[Any] = []
     depths, starts, targets = array("H"), array("I", [0]), array("I")
     while pending:
         entry = pending.pop()
-        # how many nodes follow the one below it: they are numbered by now, so it is its turn
+        # The number of edges of the node below it on the stack. All nodes that this node leads to
+        # are numbered now, so it gets its number.
         if type(entry) is int:
             node, depth = pending.pop(), 0
             for following in pending[len(pending) - entry :]:
@@ -104,15 +107,15 @@ def walk(roots: Iterable[Any]) -> Trail:
 
 
 def _hold(node: Any, following: Any) -> None:
-    """Cut the chain that torch would free recursively between two nodes."""
+    """Cut a chain that torch would free recursively, between two nodes."""
     held = node.metadata.setdefault(_HELD, [])
     if all(hold.node is not following for hold in held):
         held.append(_Hold(following))
 
 
 def _from_the_roots(nodes: list[Any], starts: array[int], targets: array[int]) -> Trail:
-    """The same trail, numbered from the other end. Edges were noted in reverse: now they are in
-    torch's order."""
+    """Number the nodes from the roots. This also reverses the edges, which then have torch's
+    order."""
     nodes.reverse()
     turned = (len(nodes) - 1 - np.asarray(targets, dtype=np.int64)[::-1]).astype(np.uint32)
     return Trail(
@@ -121,28 +124,27 @@ def _from_the_roots(nodes: list[Any], starts: array[int], targets: array[int]) -
 
 
 def sources(starts: Numbers) -> Numbers:
-    """For each edge of a trail the node it comes from."""
+    """The number of the node that each edge of a trail comes from."""
     counts = starts[1:].astype(np.int64) - starts[:-1]
     return np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
 
 
 def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of `walk` one after the other."""
+    """Iterate over the nodes of `walk`."""
     return iter(walk(roots).nodes)
 
 
 def roots_of(tensors: Any) -> list[Any]:
-    """The nodes that made some tensors (or gradient edges); those that have none are left out."""
+    """The nodes that made some tensors (or gradient edges). Tensors without a node are left out."""
     listed = (
         [tensors]
         if isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge))
         else list(tensors)
     )
-    found = [getattr(tensor, "grad_fn", None) or getattr(tensor, "node", None) for tensor in listed]
-    return [node for node in found if node is not None]
+    nodes = [getattr(tensor, "grad_fn", None) or getattr(tensor, "node", None) for tensor in listed]
+    return [node for node in nodes if node is not None]
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether a node stands for a leaf tensor, found as `node.variable`: it accumulates that
-    tensor's gradient."""
+    """Whether a node accumulates the gradient of a leaf tensor, which is `node.variable`."""
     return type(node).__name__ == ACCUMULATE_GRAD

@@ -1,6 +1,6 @@
-"""The meshes and process groups behind a layout, each once, and placements as text.
+"""Lists the meshes and process groups of a layout, each once, and formats placements.
 
-A mesh or group whose world was destroyed is described by what can still be read of it, and says so.
+After the process groups are destroyed, a mesh has only what can still be read, and `is_gone`.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from torchwhere.core.rank_text import ranks_to_text
 
 
 class Meshes:
-    """Numbers meshes by what they are: two objects for the same ranks and names are one mesh."""
+    """Numbers meshes by value: two objects with the same ranks and names are one mesh."""
 
     def __init__(self) -> None:
         self._numbers: dict[Mesh, int] = {}
-        # by id; the object is kept so that its id stays its own
-        self._seen: dict[int, tuple[Any, int]] = {}
+        # by the id of a DeviceMesh; the reference prevents that another object gets this id
+        self._by_id: dict[int, tuple[Any, int]] = {}
 
     def table(self) -> tuple[Mesh, ...]:
+        """All meshes, in the order of their numbers."""
         return tuple(self._numbers)
 
     def of_mesh(self, mesh: Any) -> int:
         """The number of a DeviceMesh."""
-        seen = self._seen.get(id(mesh))
-        if seen is None:
-            seen = self._seen[id(mesh)] = mesh, self._number(_read_mesh(mesh))
-        return seen[1]
+        entry = self._by_id.get(id(mesh))
+        if entry is None:
+            entry = self._by_id[id(mesh)] = mesh, self._number(_read_mesh(mesh))
+        return entry[1]
 
     def of_groups(self, groups: Sequence[tuple[str, Any]], *, device: str = "") -> int | None:
-        """The number of a grid of which only this rank's process group along each dimension is
-        known."""
-        known = [(name, group) for name, group in groups if group is not None]
-        if not known:
+        """The number of a mesh that is described by this rank's process group along each dimension;
+        None without a group."""
+        dims = [(name, group) for name, group in groups if group is not None]
+        if not dims:
             return None
-        ranks = [_ranks(group) for _, group in known]
+        ranks = [_ranks(group) for _, group in dims]
         return self._number(
             Mesh(
                 shape=tuple(
-                    _size(group, members) for (_, group), members in zip(known, ranks, strict=True)
+                    _size(group, members) for (_, group), members in zip(dims, ranks, strict=True)
                 ),
-                dims=tuple(name or _mesh_dim(group) for name, group in known),
+                dims=tuple(name or _mesh_dim(group) for name, group in dims),
                 device=device,
                 ranks=ranks_to_text(ranks[0] or ()) if len(ranks) == 1 else "",
                 groups=tuple(ranks_to_text(members or ()) for members in ranks),
@@ -66,7 +67,7 @@ def _read_mesh(mesh: Any) -> Mesh:
             if coordinate is None
             else tuple(_along(grid, coordinate, dim) for dim in range(len(shape)))
         )
-    except Exception:  # a mesh whose world is gone may not know its own ranks any more
+    except Exception:  # after the process groups are destroyed, reading the ranks may fail
         ranks, groups = "", ()
     return Mesh(
         shape=shape,
@@ -90,13 +91,14 @@ def _is_gone(mesh: Any) -> bool:
     try:
         mesh.get_all_groups()
     except Exception as error:
-        # anything else: a mesh without groups (fake, or not this rank's)
+        # any other error: a mesh without groups (fake, or without this rank)
         return "resolve" in str(error)
     return False
 
 
 def _mesh_dim(group: Any) -> str:
-    """PyTorch describes the groups that a mesh makes as `mesh_<dimension>`."""
+    """The mesh dimension of a process group: PyTorch describes the groups of a mesh as
+    `mesh_<dimension>`."""
     desc = str(getattr(group, "group_desc", ""))
     return desc.removeprefix("mesh_") if desc.startswith("mesh_") else ""
 
@@ -119,7 +121,7 @@ def _size(group: Any, members: list[int] | None) -> int:
 
 
 def placement_texts(placements: Iterable[Any]) -> tuple[str, ...]:
-    """As PyTorch people write them: `Shard(0)`, `Replicate()`, `Partial(sum)`."""
+    """Placements in the notation of PyTorch: `Shard(0)`, `Replicate()`, `Partial(sum)`."""
     return tuple(_placement_text(placement) for placement in placements)
 
 

@@ -1,14 +1,13 @@
-"""Names of modules, parameters and buffers, as in the user's own `state_dict`, whatever wraps the
-model.
+"""Names of modules, parameters and buffers, as in the `state_dict` of the unwrapped model.
 
 `NameTable` holds the names for a watch and for the public functions; it refers to modules weakly.
 A tied module or parameter has several names, in the order of a depth-first walk; the first one is
 shown. A root is named in one of two ways:
 
 - `add_root` names everything below it at once, about 7 us a module.
-- `begin_root` names the root alone, and each `go_on` a limited number of modules: the first call of
-  a module must not wait for the names of 10,000 others. A method that needs all names, such as
-  `param_names`, finishes the walk.
+- `begin_root` names only the root, and each `continue_walks` names a limited number of modules: the
+  first call of a module must not wait for the names of 10,000 others. A method that needs all
+  names, such as `param_names`, finishes the walk.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from torch import nn
 
 from torchwhere.core.gc_pause import gc_paused
 from torchwhere.model.fsdp_states import managed, unit_classes
-from torchwhere.model.module_walk import ModuleWalk, below, walk
-from torchwhere.model.tensors import Slot, TensorNames
+from torchwhere.model.module_walk import ModuleWalk, child_name, walk
+from torchwhere.model.tensors import TensorNames, WeakSlot
 
 _FEW_ROOTS = 64
-_MOST_UNKNOWN = 4096  # tensors that are in no known model and are remembered
+_MOST_UNKNOWN = 4096  # tensors without a known name whose requests are counted
 _MOST_AT_ONCE = 64  # modules that a first call names: about 0.2 ms
 
 
@@ -46,54 +45,55 @@ class _ModuleRef(weakref.ref[object]):
 
 @dataclass(slots=True, eq=False)
 class _Root:
-    """A model, and how much of it is named."""
+    """A model, and how far its modules and tensors are named."""
 
     ref: weakref.ref[nn.Module]
     prefix: str
-    walk: ModuleWalk | None = None  # over its modules, while it is not over
-    is_scanned: bool = False  # its tensors have names too
+    walk: ModuleWalk | None = None  # the walk over its modules, until it is over
+    is_scanned: bool = False  # whether its tensors have names too
 
 
 @dataclass(slots=True, eq=False)
 class NameTable:
-    """The names of everything below some roots. Buffers only with `buffers`.
+    """The names of all modules and parameters below some roots; of buffers only if `buffers` is
+    set.
 
-    A module is found by its id, and a weak reference removes the entry when the module is gone.
-    Tensors get no reference (see `tensors.py`).
+    The key of a module is its id. A weak reference removes the entry when the module is freed.
+    The table has no references to tensors (see `tensors.py`).
     """
 
     modules: dict[int, list[str]] = field(default_factory=dict)
     params: TensorNames = field(default_factory=lambda: TensorNames("_parameters"))
     buffers: TensorNames | None = None
-    # called with a module that had a provisional name and has another name now
+    # called with a module whose provisional name differs from its name
     on_renamed: Callable[[nn.Module], None] = lambda _module: None
     _alive: dict[int, _ModuleRef] = field(default_factory=dict)
     _roots: list[_Root] = field(default_factory=list)
-    _most_roots: int = _FEW_ROOTS  # with so many roots, those that are gone are removed
-    _unfinished: deque[_Root] = field(default_factory=deque)  # roots whose walk is not over
+    _most_roots: int = _FEW_ROOTS  # if there are so many roots, dead ones are removed
+    _unfinished: deque[_Root] = field(default_factory=deque)  # roots with a walk that is not over
     _provisional: dict[int, str] = field(default_factory=dict)  # by the id of the module
-    _foreign: set[int] = field(default_factory=set)  # ids of modules that are in no root
-    # by the id of a tensor: how often its name was asked for without success
+    _foreign: set[int] = field(default_factory=set)  # ids of modules in no root
+    # by the id of a tensor without a known name: how often its name was requested
     _unknown: dict[int, int] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)  # of the walks
     _on_death: Callable[[weakref.ref[object]], None] = field(init=False)
 
     def __post_init__(self) -> None:
-        # one for all: a bound method for each of 300,000 modules takes time and memory
+        # One bound method for all: one for each of 300,000 modules takes time and memory.
         self._on_death = self._forget
 
     # -- roots -------------------------------------------------------------------------------------
 
     def add_root(self, root: nn.Module, *, prefix: str = "") -> None:
         """Name everything below a root now."""
-        if self._unfinished:  # the older root comes first in the names of a module that both have
+        if self._unfinished:  # if two roots contain a module, the name below the older one is first
             self.complete()
         self._scan(self._new_root(root, prefix))
 
     def begin_root(self, root: nn.Module, *, prefix: str = "") -> None:
-        """Name a root now, and the modules below it when `go_on` is called."""
+        """Name a root now, and the modules below it when `continue_walks` is called."""
         with self._lock:
-            self._remember(root, prefix)
+            self._add(root, prefix)
             self._walk_again(self._new_root(root, prefix))
 
     def _new_root(self, module: nn.Module, prefix: str) -> _Root:
@@ -108,7 +108,7 @@ class NameTable:
         self._roots = [root for root in self._roots if root.ref() is not None]
 
     def drop_root(self, module: nn.Module) -> None:
-        """Forget the names of a root and of everything below it: it is part of a bigger model."""
+        """Forget the names of a root and of everything below it: it is part of a larger model."""
         with self._lock:
             for root in self._roots:
                 if root.ref() is module:
@@ -130,11 +130,11 @@ class NameTable:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no walk is under way: a module without a name is in no root, as far as known."""
+        """Whether all walks are over. Then a module without a name was in no root when they ran."""
         return not self._unfinished
 
     def begin_refresh(self) -> None:
-        """Start to walk over all roots again, for modules that came to them since."""
+        """Start to walk over all roots again, for modules that were added to them."""
         with self._lock:
             self._remove_dead_roots()
             for root in self._roots:
@@ -147,7 +147,7 @@ class NameTable:
             root.walk = ModuleWalk(module, prefix=root.prefix)
             self._unfinished.append(root)
 
-    def go_on(self) -> None:
+    def continue_walks(self) -> None:
         """Name a limited number of further modules, the oldest root first."""
         left = _MOST_AT_ONCE
         with self._lock, gc_paused():
@@ -155,7 +155,7 @@ class NameTable:
                 root = self._unfinished[0]
                 if root.walk is not None and root.ref() is not None:
                     for name, module in root.walk.next(left):
-                        self._remember(module, name)
+                        self._add(module, name)
                         left -= 1
                 if root.walk is None or root.ref() is None or root.walk.is_over:
                     root.walk = None
@@ -164,7 +164,7 @@ class NameTable:
                 self._provisional.clear()
 
     def set_provisional(self, module: nn.Module, name: str) -> None:
-        """Note the name that a module has until a walk finds its name."""
+        """Store the name that a module has until a walk finds its name."""
         if self._unfinished:
             self._alive.get(id(module)) or self._refer(module)
             self._provisional[id(module)] = name
@@ -182,7 +182,7 @@ class NameTable:
     # -- all at once -------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Name what was added or replaced below the roots."""
+        """Name modules and tensors that were added or replaced below the roots."""
         self._remove_dead_roots()
         for root in list(self._roots):
             self._scan(root)
@@ -194,19 +194,19 @@ class NameTable:
         root.walk, root.is_scanned = None, True
         if module is None:
             return
-        remember, note, classes, units = self._remember, self._note, unit_classes(), []
+        add, name_tensors, classes, units = self._add, self._name_tensors, unit_classes(), []
         has_buffers = self.buffers is not None
         with gc_paused():
             for name, part in walk(module, prefix=root.prefix):
-                ref = remember(part, name)
+                ref = add(part, name)
                 if part._parameters or (has_buffers and part._buffers) or ref.tensors:
-                    note(part, ref, f"{name}." if name else "")
+                    name_tensors(part, ref, f"{name}." if name else "")
                 if classes and isinstance(part, classes):
                     units.append(part)
             for unit in units:
-                self._note_managed(unit)
+                self._name_managed(unit)
 
-    def _remember(self, module: nn.Module, name: str) -> _ModuleRef:
+    def _add(self, module: nn.Module, name: str) -> _ModuleRef:
         key = id(module)
         if self._provisional and self._provisional.pop(key, name) != name:
             self.on_renamed(module)
@@ -219,12 +219,12 @@ class NameTable:
         return self._alive[key]
 
     def _refer(self, module: nn.Module) -> _ModuleRef:
-        """An id is only valid while its module lives: a new module may get the same id."""
+        """Refer to a module weakly: its id is valid only while it lives."""
         ref = self._alive[id(module)] = _ModuleRef(module, self._on_death)
         ref.key, ref.tensors = id(module), []
         return ref
 
-    def _note(self, module: nn.Module, ref: _ModuleRef, start: str) -> None:
+    def _name_tensors(self, module: nn.Module, ref: _ModuleRef, start: str) -> None:
         """Name the tensors that a module has now."""
         now: list[int] = []
         for key, tensor in module._parameters.items():
@@ -237,21 +237,21 @@ class NameTable:
                     self.buffers.add(buffer, start + key, (ref, key))
                     now.append(id(buffer))
         if ref.tensors and ref.tensors != now:
-            before = set(ref.tensors).difference(now)
-            now += [key for key in before if self.params.is_managed(key)]
-            self._leave(ref, before.difference(now))
+            missing = set(ref.tensors).difference(now)
+            now += [key for key in missing if self.params.is_managed(key)]
+            self._remove_tensors(ref, missing.difference(now))
         ref.tensors = now
 
-    def _note_managed(self, unit: nn.Module) -> None:
-        """Name the tensors of an FSDP unit that no module holds now: FSDP exchanges the tensors of
+    def _name_managed(self, unit: nn.Module) -> None:
+        """Name the tensors of an FSDP unit that are in no module now: FSDP replaces the tensors of
         its modules."""
         for param, owners in managed(unit):
             holders = [
                 (self._alive.get(id(module)), key, self.modules.get(id(module), ()))
                 for module, key in owners
             ]
-            named: list[tuple[str, Slot]] = [
-                (below(name, key), (ref, key))
+            named: list[tuple[str, WeakSlot]] = [
+                (child_name(name, key), (ref, key))
                 for ref, key, names in holders
                 if ref is not None
                 for name in names
@@ -261,11 +261,11 @@ class NameTable:
                 if ref is not None:
                     ref.tensors += [key for key in ids if key not in ref.tensors]
 
-    def _leave(self, ref: _ModuleRef, tensors: Iterable[int]) -> None:
+    def _remove_tensors(self, ref: _ModuleRef, tensors: Iterable[int]) -> None:
         for key in tensors:
-            self.params.leave(key, ref)
+            self.params.remove_slots(key, ref)
             if self.buffers is not None:
-                self.buffers.leave(key, ref)
+                self.buffers.remove_slots(key, ref)
 
     def _forget(self, dead: weakref.ref[object]) -> None:
         key = dead.key  # type: ignore[attr-defined]
@@ -274,18 +274,19 @@ class NameTable:
             self.modules.pop(key, None)
             self._foreign.discard(key)
             self._provisional.pop(key, None)
-            self._leave(ref, ref.tensors)
+            self._remove_tensors(ref, ref.tensors)
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- look-up -----------------------------------------------------------------------------------
 
     def known_names(self, module: nn.Module) -> list[str]:
-        """All names of a module in a root. Does not look for modules that were added since."""
+        """All names of a module in a root. Does not search for modules that were added later."""
         if self._unfinished and id(module) not in self.modules:
             self.complete()
         return self.modules.get(id(module)) or []
 
     def module_names(self, module: nn.Module) -> list[str]:
-        """All names of a module. Looks for an unknown module once: it may have been added since."""
+        """All names of a module. Searches the roots for an unknown module once: it may have been
+        added later."""
         names = self.known_names(module)
         if not names and id(module) not in self._foreign:
             self.refresh()
@@ -296,8 +297,8 @@ class NameTable:
         return names
 
     def known_param_names(self, param: torch.Tensor) -> list[str]:
-        """All names of a parameter in a root. Does not look for parameters that were added
-        since."""
+        """All names of a parameter in a root. Does not search for parameters that were added
+        later."""
         names = self.params.of(param)
         if not names:
             self.complete()
@@ -305,18 +306,18 @@ class NameTable:
         return names
 
     def param_names(self, param: torch.Tensor) -> list[str]:
-        """All names of a parameter. Looks for an unknown one now and then: it may have been added
-        since."""
-        return self.known_param_names(param) or self._look_again(param)
+        """All names of a parameter. Searches the roots for an unknown parameter at some of the
+        requests: it may have been added later."""
+        return self.known_param_names(param) or self._search_again(param)
 
-    def _look_again(self, tensor: torch.Tensor) -> list[str]:
-        """Scan the models for a tensor when it is asked for the 1st, 8th, 64th ... time.
+    def _search_again(self, tensor: torch.Tensor) -> list[str]:
+        """Scan the models for a tensor at the 1st, 8th, 64th ... request for its name.
 
-        Nothing may refer to the tensor, so nothing tells that it is gone and that another tensor
-        has its id. The next scan finds that one, whatever causes the scan.
+        This table has no reference to the tensor, so it cannot notice that the tensor was freed and
+        another one has its id. The next scan finds the other one, whatever causes the scan.
         """
-        asked = self._unknown[id(tensor)] = self._unknown.get(id(tensor), 0) + 1
-        if asked.bit_count() > 1 or asked.bit_length() % 3 != 1:
+        requests = self._unknown[id(tensor)] = self._unknown.get(id(tensor), 0) + 1
+        if requests.bit_count() > 1 or requests.bit_length() % 3 != 1:
             return []
         self.refresh()
         names = self.params.of(tensor)
@@ -324,8 +325,8 @@ class NameTable:
             self._unknown.clear()
         return names
 
-    def look_no_further(self) -> None:
-        """Forget the roots, and keep the names."""
+    def forget_roots(self) -> None:
+        """Forget the roots and keep the names. No search finds further modules after this."""
         self._roots.clear()
         self._unfinished.clear()
 

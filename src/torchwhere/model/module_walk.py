@@ -1,8 +1,8 @@
 """Walks over the modules of a model, with the name of each.
 
 `walk` lists all modules. `ModuleWalk` does the same in parts: it stops after a number of modules
-and continues later, and holds no module alive in between. `name_below` searches for one module and
-looks at a limited number of others.
+and continues later, and keeps no module alive in between. `name_below` searches for one module and
+visits a limited number of others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 
 from torchwhere.model.wrappers import wrapped_key
 
-# The children of a module that is shared more often than this are not visited again: the number of
+# The children of a shared module are visited under at most so many of its names: the number of
 # names stays linear in the number of modules.
 _MOST_ALIASES = 8
 # The limits of `name_below`: together less than 0.5 ms.
 _MOST_COMPARED = 6_000  # modules
-_MOST_OPENED = 1_000  # of them whose children are looked for
+_MOST_OPENED = 1_000  # modules whose children are compared
 
 
 class _Level:
@@ -35,17 +35,17 @@ class _Level:
         self.module = weakref.ref(module)
         self.name = name
         self.wrapped = wrapped  # the key of the child that has the same name
-        self.keys: Iterator[str] = iter(())  # of some children that are still to be visited
-        self.taken = 0  # how many keys of children were taken so far
-        self.is_last = False  # all of them
+        self.keys: Iterator[str] = iter(())  # of the children to visit next
+        self.taken = 0  # the number of keys taken so far
+        self.is_last = False  # whether these are all keys
 
     @property
     def is_over(self) -> bool:
         return self.is_last and not length_hint(self.keys)
 
     def take_keys(self, children: Mapping[str, object], most: int) -> None:
-        """Take the keys of the next children, once those taken before are visited. To list the keys
-        of 10,000 children takes 0.5 ms."""
+        """Take the keys of the next children, once the children before them are visited. Listing
+        the keys of 10,000 children at once takes 0.5 ms."""
         if not length_hint(self.keys):
             keys = list(islice(children, self.taken, min(self.taken + most, sys.maxsize)))
             self.keys = iter(keys)
@@ -54,10 +54,10 @@ class _Level:
 
 
 class ModuleWalk:
-    """Visits the modules of a model, depth first, in several parts. Needs no recursion.
+    """Visits the modules of a model, depth first, in several parts, without recursion.
 
-    A module has a visit for each of its names. A change of the model between two parts is seen as
-    far as the walk has not passed it.
+    It visits a module once for each of its names. If the model changes between two parts, the walk
+    finds the changes that it has not passed yet.
     """
 
     __slots__ = ("_levels", "_start", "_visits", "_wrapped_keys")
@@ -65,12 +65,12 @@ class ModuleWalk:
     def __init__(self, root: nn.Module, *, prefix: str = "") -> None:
         self._start: tuple[str, weakref.ref[nn.Module]] | None = (prefix, weakref.ref(root))
         self._levels: list[_Level] = []
-        self._visits: dict[int, int] = {}  # of modules that have children, by their ids
+        self._visits: dict[int, int] = {}  # by the id of a module that has children
         self._wrapped_keys: dict[type, str | None] = {}
 
     @property
     def is_over(self) -> bool:
-        """Whether every module was visited, or the root is gone."""
+        """Whether every module was visited, or the root was freed."""
         while self._levels and self._levels[-1].is_over:
             self._levels.pop()
         return self._start is None and not self._levels
@@ -123,7 +123,7 @@ def walk(root: nn.Module, *, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 def name_below(outer: nn.Module, inner: nn.Module) -> str | None:
     """The shortest name of a module relative to one that contains it.
 
-    Searches level by level and gives up after a fixed amount of work: the answer is None then too.
+    Searches level by level. Returns None if the module is not found, or not within the limits.
     """
     pending = deque([("", outer)])
     visited: set[int] = set()
@@ -137,12 +137,12 @@ def name_below(outer: nn.Module, inner: nn.Module) -> str | None:
         wrapped = wrapped_key(type(module))
         key = _key_of(inner, children, _MOST_COMPARED - compared)
         if key is not None:
-            return name if key == wrapped else below(name, key)
+            return name if key == wrapped else child_name(name, key)
         compared += len(children)
         looked_into = list(islice(children.items(), _MOST_OPENED - opened))
         opened += len(looked_into)
         pending.extend(
-            (name if key == wrapped else below(name, key), child)
+            (name if key == wrapped else child_name(name, key), child)
             for key, child in looked_into
             if child is not None and child._modules
         )
@@ -155,7 +155,7 @@ def _key_of(inner: nn.Module, children: Mapping[str, object], most: int) -> str 
     return next(compress(children, is_inner), None)
 
 
-def below(module: str, key: str) -> str:
+def child_name(module: str, key: str) -> str:
     """The name of a child or tensor of a module, from the module's name and the key."""
     return f"{module}.{key}" if module else key
 

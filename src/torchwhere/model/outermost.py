@@ -1,6 +1,6 @@
 """Finds the outermost module that contains a module, from the objects that refer to it.
 
-Looks at every object that the garbage collector tracks: only for functions that the user calls.
+The search visits every object that the garbage collector tracks. It is slow, so no hook uses it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def topmost(module: nn.Module, *, most: int = 32) -> nn.Module:
-    """The outermost module that contains `module`, at most so many levels above it."""
+    """The outermost module that contains `module`, at most `most` levels above it."""
     for _ in range(most):
         parent = _parent(module)
         if parent is None:

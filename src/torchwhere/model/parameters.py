@@ -1,10 +1,9 @@
-"""What there is to know about one parameter or buffer, however it is sharded: plain, DTensor,
-FSDP1, FSDP2, ZeRO.
+"""Describes one parameter or buffer, however it is sharded: plain, DTensor, FSDP1, FSDP2, ZeRO.
 
-Takes a tensor and where it sits in its model, gives `ParameterFacts`. Shapes are those of the whole
-parameter and of this rank's own part, whether or not it is gathered at the moment. Reads attributes
-that torch and DeepSpeed keep on their objects; one that is not there is a fact that is not known,
-never an error.
+`facts` takes a tensor, its names and its FSDP unit, and returns `ParameterFacts`. It gives the
+shape of the whole parameter and of this rank's part, whether or not the parameter is gathered at
+the moment. It reads attributes that torch and DeepSpeed have on their objects. If an attribute is
+missing, the fact is unknown; this is never an error.
 """
 
 from __future__ import annotations
@@ -19,25 +18,27 @@ import torch
 from torch import nn
 
 from torchwhere.core.model_layout import Mesh
-from torchwhere.model.fsdp import Held, Slot, facts1, held1, held2
-from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
+from torchwhere.model.fsdp import HeldParam, Slot, fsdp1_facts, fsdp1_params, fsdp2_params
+from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state, is_fsdp1
 from torchwhere.model.meshes import Meshes, placement_texts
+from torchwhere.model.module_walk import child_name
 from torchwhere.model.wrappers import WRAPPER_PARTS
 
 Shape = tuple[int, ...]
 
 PARAMETER, BUFFER, FLAT_PARAMETER = "parameter", "buffer", "flat parameter"
-# under which FSDP1 registers the flat parameter of a unit, unless it keeps the original ones
+# the name of the flat parameter of an FSDP1 unit, unless FSDP1 keeps the original parameters
 FLAT_KEY = "_flat_param"
+_UNNAMED_PARTS = WRAPPER_PARTS - {"module"}  # a user's module may be called `module`
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """One parameter or buffer. `local_shape` and `local_numel` are of the part that this rank
-    keeps."""
+    """One parameter or buffer. `local_shape` and `local_numel` describe the part that this rank
+    stores."""
 
     name: str
-    aliases: tuple[str, ...]  # its other names, where it is tied
+    aliases: tuple[str, ...]  # its other names, if it is tied
     kind: str  # `parameter`, `buffer`, or `flat parameter` (FSDP1)
     shape: Shape
     local_shape: Shape
@@ -46,14 +47,14 @@ class ParameterFacts:
     dtype: str
     device: str
     requires_grad: bool
-    id: int | None = None  # ZeRO's number for it (`ds_id`), the same on all ranks
+    id: int | None = None  # the number that ZeRO gave it (`ds_id`), the same on all ranks
     zero_status: str | None = None  # ZeRO-3: AVAILABLE, NOT_AVAILABLE, INFLIGHT
-    # of a DTensor or in an FSDP unit, one for each mesh dimension
+    # of a DTensor or a parameter in an FSDP unit: one for each mesh dimension
     placements: tuple[str, ...] | None = None
-    mesh: str | None = None  # its dimensions: `dp=2 x tp=4`
-    unit: str | None = None  # the FSDP unit it is gathered with; "" is the root
-    flat: str | None = None  # FSDP1: the flat parameter it is a part of
-    holds: tuple[str, ...] = ()  # of a flat parameter: the original parameters in it
+    mesh: str | None = None  # the dimensions of the mesh: `dp=2 x tp=4`
+    unit: str | None = None  # the FSDP unit that gathers it; "" is the root
+    flat: str | None = None  # FSDP1: the flat parameter that contains it
+    holds: tuple[str, ...] = ()  # the original parameters in a flat parameter
 
     @property
     def is_sharded(self) -> bool:
@@ -67,21 +68,21 @@ class ParameterFacts:
         return asdict(self)
 
 
-# -- what a tensor says about itself ---------------------------------------------------------------
+# -- facts from the tensor alone -------------------------------------------------------------------
 
 
 def is_dtensor(tensor: object) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor without it
+    tensors = sys.modules.get("torch.distributed.tensor")  # there is no DTensor without it
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def is_flat(tensor: object) -> bool:
-    """Whether this is the flat parameter of an FSDP1 unit."""
+    """Whether a tensor is the flat parameter of an FSDP1 unit."""
     return getattr(tensor, "_is_flat_param", False) is True and hasattr(tensor, "_fqns")
 
 
 def shapes(tensor: Any) -> tuple[Shape, Shape]:
-    """The whole shape, and that of this rank's part, from the tensor alone."""
+    """The shape of the whole parameter, and of this rank's part."""
     if hasattr(tensor, "ds_shape"):  # ZeRO-3: while it is partitioned, the tensor itself is empty
         part = getattr(tensor, "ds_tensor", None)
         return tuple(tensor.ds_shape), tuple(tensor.shape if part is None else part.shape)
@@ -97,8 +98,8 @@ def shapes(tensor: Any) -> tuple[Shape, Shape]:
 
 
 def zero_id(tensor: object) -> int | None:
-    found = getattr(tensor, "ds_id", None)
-    return found if isinstance(found, int) else None
+    number = getattr(tensor, "ds_id", None)
+    return number if isinstance(number, int) else None
 
 
 def zero_status(tensor: object) -> str | None:
@@ -111,7 +112,7 @@ def placements(tensor: Any) -> tuple[str, ...] | None:
 
 
 def mesh_of(mesh: Any) -> Mesh:
-    """A DeviceMesh in plain words."""
+    """Describe a DeviceMesh."""
     meshes = Meshes()
     meshes.of_mesh(mesh)
     return meshes.table()[0]
@@ -121,36 +122,36 @@ def short_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# -- what its model says about it ------------------------------------------------------------------
+# -- facts from the model --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One original parameter as its FSDP unit keeps it, whatever the module holds at the moment."""
+    """One original parameter of an FSDP unit, whichever tensor the module has at the moment."""
 
     unit: str
-    held: Held | None = None
+    held: HeldParam | None = None
     mesh: str | None = None
     placements: tuple[str, ...] | None = None
-    flat: Any = None  # FSDP1: the flat parameter that it is in
+    flat: Any = None  # FSDP1: the flat parameter that contains it
 
 
 def fsdp_parts(named_modules: Iterable[tuple[str, nn.Module]]) -> dict[Slot, Part]:
-    """Every parameter that an FSDP unit of either kind manages, by who holds it."""
-    found: dict[Slot, Part] = {}
+    """Every parameter that an FSDP1 or FSDP2 unit manages, by its module and its name there."""
+    parts: dict[Slot, Part] = {}
     names: dict[int, str] = {}
     meshes = Meshes()
     modules = [(names.setdefault(id(module), name), module) for name, module in named_modules]
     for name, module in modules:
         if is_fsdp1(module):
-            found.update(_flat_parts(name, module, meshes))
-        elif (state := state2(module)) is not None:
-            found.update(_grouped_parts(name, state, names, meshes))
-    return found
+            parts.update(_flat_parts(name, module, meshes))
+        elif (state := fsdp2_state(module)) is not None:
+            parts.update(_grouped_parts(name, state, names, meshes))
+    return parts
 
 
 def _flat_parts(unit: str, wrapper: Any, meshes: Meshes) -> Iterator[tuple[Slot, Part]]:
-    handle, managed = wrapper._handle, facts1(wrapper, meshes)
+    handle, managed = wrapper._handle, fsdp1_facts(wrapper, meshes)
     if handle is None:
         return
     flat, label = handle.flat_param, _label(meshes, managed["mesh"])
@@ -158,18 +159,18 @@ def _flat_parts(unit: str, wrapper: Any, meshes: Meshes) -> Iterator[tuple[Slot,
         (id(handle._fully_sharded_module), FLAT_KEY),
         Part(unit, None, label, managed["placements"], flat),
     )
-    for slot, held in held1(wrapper, managed["mesh"], managed["placements"]).items():
+    for slot, held in fsdp1_params(wrapper, managed["mesh"], managed["placements"]).items():
         yield slot, Part(unit, held, label, held.placements, flat)
 
 
 def _grouped_parts(
     unit: str, state: Any, names: dict[int, str], meshes: Meshes
 ) -> Iterator[tuple[Slot, Part]]:
-    for group in groups2(state):
+    for group in fsdp2_groups(state):
         begins_at = [
             names[id(module)] for module in getattr(group, "modules", ()) if id(module) in names
         ]
-        for slot, held in held2(group, meshes).items():
+        for slot, held in fsdp2_params(group, meshes).items():
             yield (
                 slot,
                 Part(
@@ -190,7 +191,7 @@ def facts(
     part: Part | None = None,
     flat_name: str | None = None,
 ) -> ParameterFacts:
-    """Everything about a tensor, put together. `names[0]` is the name shown."""
+    """Describe a tensor. `names[0]` is the name that is shown; the others are aliases."""
     held_by_unit = part.held if part is not None else None
     shape, local_shape = (
         shapes(tensor) if held_by_unit is None else (held_by_unit.shape, held_by_unit.local_shape)
@@ -222,10 +223,7 @@ def _mesh_label(tensor: Any) -> str | None:
 
 
 def originals(flat: Any, *, unit: str = "") -> tuple[str, ...]:
-    """The original parameters in a flat one, by their names below `unit`, without the wrappers'
-    parts in them."""
-    below = (
-        ".".join(part for part in fqn.split(".") if part not in WRAPPER_PARTS - {"module"})
-        for fqn in flat._fqns
-    )
-    return tuple(f"{unit}.{fqn}" if unit else fqn for fqn in below)
+    """The names of the original parameters in a flat parameter. They begin with `unit` and contain
+    no parts of wrappers."""
+    parts = ((part for part in fqn.split(".") if part not in _UNNAMED_PARTS) for fqn in flat._fqns)
+    return tuple(child_name(unit, ".".join(named)) for named in parts)

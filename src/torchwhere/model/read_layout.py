@@ -1,8 +1,9 @@
-"""How a live model lies over the ranks: builds a `Layout` from what is there, and changes nothing.
+"""Builds the `Layout` of a live model, which says how the model is sharded over the ranks. Changes
+nothing.
 
 Takes a module (wrapped or not), a DeepSpeed engine, a pipeline stage or schedule, or a list of
-them. No collective is called: each rank sees its own part, `torchwhere layout run/` puts the ranks
-side by side. Wrappers are transparent, as in all names. One walk, each module once: about 15 us a
+them. It issues no collective, so each rank sees its own part; `torchwhere layout run/` compares the
+ranks. Names contain no parts of wrappers. The walk visits each module once, in about 15 us a
 module.
 """
 
@@ -20,29 +21,43 @@ from torch import nn
 from torchwhere.core.model_layout import Branch, Layout, Node, Param
 from torchwhere.core.tree_folder import TreeFolder
 from torchwhere.model import units
-from torchwhere.model.fsdp import UNSETTLED, Held, class_name
+from torchwhere.model.fsdp import RESHARD_UNDECIDED, HeldParam, class_name
 from torchwhere.model.meshes import Meshes
-from torchwhere.model.module_walk import walk
+from torchwhere.model.module_walk import child_name, walk
+from torchwhere.model.tensor_parallel import plan_of
 from torchwhere.model.units import Manager
 from torchwhere.model.wrappers import innermost, wrapped
 
-# levels of modules: what holds a layout is nested as they are, and Python ends at about 1000 calls
+# Levels of modules in a layout. Its data is nested like the modules, and Python's recursion limit
+# is 1000 calls.
 _DEEPEST = 100
 
 
 def layout(model: Any) -> Layout:
-    """How `model` lies over the ranks, as this rank sees it: units, meshes, placements, policies,
-    shapes and bytes.
+    """Describe how a model is sharded over the ranks, as this rank sees it: units, meshes,
+    placements, policies, shapes and bytes.
 
-    A module (wrapped or not), a DeepSpeed engine, a pipeline stage or schedule, or a list of them.
-    In a list, names in the second and later ones begin with `<Class>`, or `<stage 2>`.
+    Args:
+        model: A module (wrapped or not), a DeepSpeed engine, a pipeline stage or schedule, or a
+            list of them.
+
+    Returns:
+        The layout. For a list, the names of the second and later models begin with `<Class>` or
+        `<stage 2>`.
+
+    Raises:
+        TypeError: `model` is something else.
+        ValueError: `model` is an empty list.
+
+    Example:
+        >>> print(torchwhere.layout(model))
     """
-    found = _models(model)
+    models = _models(model)
     names = [
         "",
         *(
             f"<stage {stage.stage_index}>" if stage else f"<{class_name(innermost(thing))}>"
-            for thing, stage in found[1:]
+            for thing, stage in models[1:]
         ),
     ]
     times = [names[:at].count(name) for at, name in enumerate(names)]
@@ -51,7 +66,7 @@ def layout(model: Any) -> Layout:
         for name, before in zip(names, times, strict=True)
     ]
     return layout_of(
-        [(name, thing, stage) for name, (thing, stage) in zip(names, found, strict=True)]
+        [(name, thing, stage) for name, (thing, stage) in zip(names, models, strict=True)]
     )
 
 
@@ -63,24 +78,24 @@ def _models(model: Any) -> list[tuple[nn.Module, Any]]:
     )
     if not things:
         raise ValueError("layout([]): there is no model in the list")
-    found: list[tuple[nn.Module, Any]] = []
+    models: list[tuple[nn.Module, Any]] = []
     for thing in things:
         stages = units.stages_of(thing)
         if stages is not None:
-            found += [(stage.submod, stage) for stage in stages]
+            models += [(stage.submod, stage) for stage in stages]
         elif isinstance(thing, nn.Module):
-            found.append((thing, units.stage_around(thing)))
+            models.append((thing, units.stage_around(thing)))
         else:
             raise TypeError(
                 "layout(model): expected a torch.nn.Module, a pipeline stage or schedule, or a"
                 f" list of them, got {type(thing).__name__}. Pass the model itself, wrapped or not."
             )
-    return found
+    return models
 
 
 def layout_of(models: Iterable[tuple[str, nn.Module, Any]]) -> Layout:
-    """The layout of several models: a name for each ("" for the main one), the model, and the
-    pipeline stage around it."""
+    """The layout of several models. Each has a name ("" for the main model), the model, and its
+    pipeline stage or None."""
     meshes = Meshes()
     roots = tuple(
         Branch(name, _Walk(meshes, prefix=name).node(model, stage)) for name, model, stage in models
@@ -93,7 +108,7 @@ def layout_of(models: Iterable[tuple[str, nn.Module, Any]]) -> Layout:
         roots=roots,
         meshes=meshes.table(),
         notes=(
-            ("the process groups are destroyed: ranks are as far as the meshes still know them",)
+            ("the process groups are destroyed: the meshes may lack ranks and groups",)
             if is_gone
             else ()
         ),
@@ -121,9 +136,9 @@ class _Walk:
         self._meshes = meshes
         self._prefix = prefix
         self._folder = TreeFolder()
-        self._around: list[Manager] = []  # units that we are inside of, outermost first
-        self._modules: dict[int, str] = {}  # first name of each module
-        self._params: dict[object, str] = {}  # first name of each parameter
+        self._around: list[Manager] = []  # units that contain the current module, outermost first
+        self._module_names: dict[int, str] = {}  # first name of each module
+        self._param_names: dict[object, str] = {}  # first name of each parameter
         self._names: dict[int, str] | None = None
         self._root: nn.Module | None = None
 
@@ -141,46 +156,42 @@ class _Walk:
                 frames[-1].done.append((frame.key, node))
                 continue
             key, module = child
-            name = f"{frame.name}.{key}" if frame.name else key
-            if (known := self._modules.get(id(module))) is not None:
-                frame.done.append(
-                    (
-                        key,
-                        self._folder.node(
-                            class_name(innermost(module)), children=(), same_as=known
-                        ),
-                    )
-                )
+            name = child_name(frame.name, key)
+            first_name = self._module_names.get(id(module))
+            if first_name is not None:
+                cls = class_name(innermost(module))
+                node = self._folder.node(cls, children=(), same_as=first_name)
+                frame.done.append((key, node))
             else:
                 frames.append(self._enter(key, name, module, depth=len(frames)))
 
     def _above(self, root: nn.Module, stage: Any) -> list[Manager]:
-        """Units around the root that are no modules: a pipeline stage, ZeRO whose engine was not
-        given."""
-        found = [units.stage_manager(stage, self._meshes)] if stage is not None else []
+        """Units around the root that are not modules: a pipeline stage, and ZeRO if the model was
+        passed without its engine."""
+        managers = [units.stage_manager(stage, self._meshes)] if stage is not None else []
         is_engine = any(manager.kind.startswith("ZeRO") for manager in self._managers(root))
         zero = None if is_engine else units.zero_of(root, self._meshes)
-        return found + ([zero] if zero is not None else [])
+        return managers + ([zero] if zero is not None else [])
 
     def _managers(self, module: nn.Module) -> list[Manager]:
         """The units that begin at a module or at the wrappers around it, outermost first."""
-        found: list[Manager] = []
+        managers: list[Manager] = []
         inner: nn.Module | None = module
         while inner is not None:
-            found += units.managers_at(inner, self._meshes)
+            managers += units.managers_at(inner, self._meshes)
             inner = wrapped(inner)
-        return found
+        return managers
 
     def _enter(
         self, key: str, name: str, module: nn.Module, *, depth: int, above: Iterable[Manager] = ()
     ) -> _Frame:
         managers = [*above, *self._managers(module)]
         for manager in managers:
-            self._settle(manager)
+            self._decide_reshard(manager)
             self._around.append(manager)
-        self._modules[id(module)] = name
+        self._module_names[id(module)] = name
         inner = innermost(module)
-        self._modules[id(inner)] = name
+        self._module_names[id(inner)] = name
         children = [(key, child) for key, child in inner._modules.items() if child is not None]
         is_cut = depth >= _DEEPEST and bool(children)
         params = [
@@ -190,10 +201,10 @@ class _Walk:
         ]
         return _Frame(key, name, inner, managers, params, iter(() if is_cut else children), is_cut)
 
-    def _settle(self, manager: Manager) -> None:
-        """Before the first forward FSDP2 does not know which unit is the root; in a whole model it
-        is the outermost."""
-        if manager.facts.get("reshard") == UNSETTLED:
+    def _decide_reshard(self, manager: Manager) -> None:
+        """Before the first forward, FSDP2 does not know which unit is the root. In a whole model it
+        is the outermost unit."""
+        if manager.facts.get("reshard") == RESHARD_UNDECIDED:
             is_inside = any(outer.kind == manager.kind for outer in self._around)
             manager.facts["reshard"] = "after forward" if is_inside else "after backward"
 
@@ -206,35 +217,32 @@ class _Walk:
             units=tuple(
                 manager.unit(self._also(manager, frame.module)) for manager in frame.managers
             ),
-            plan=units.plan_of(frame.module),
+            plan=plan_of(frame.module),
             params=tuple(frame.params),
-            note=(
-                f"deeper than {_DEEPEST} modules: what is below is left out" if frame.is_cut else ""
-            ),
+            note=f"more than {_DEEPEST} levels: the rest is left out" if frame.is_cut else "",
         )
 
     def _also(self, manager: Manager, module: nn.Module) -> list[str]:
-        """The other modules of a unit that begins at several: `fully_shard([norm, head])`."""
+        """The other modules of a unit that begins at several ones: `fully_shard([norm, head])`."""
         others = [other for other in manager.modules if other is not module]
         if others and self._names is None and self._root is not None:
-            self._names = {id(found): name for name, found in walk(self._root, prefix=self._prefix)}
+            self._names = {id(part): name for name, part in walk(self._root, prefix=self._prefix)}
         return [(self._names or {}).get(id(other), "?") for other in others]
 
     def _slots(self, module: nn.Module) -> list[str]:
-        """The parameters of a module as the user knows them, also where FSDP1 has taken them out of
-        it."""
-        # not a FlatParameter
+        """The names of a module's own parameters, also of those that FSDP1 has removed from it."""
+        # a flat parameter has `_fqns`
         names = [key for key, param in module._parameters.items() if not hasattr(param, "_fqns")]
-        taken = [name for manager in self._around for name in manager.taken.get(id(module), ())]
-        return names + [name for name in taken if name not in module._parameters]
+        removed = [name for manager in self._around for name in manager.removed.get(id(module), ())]
+        return names + [name for name in removed if name not in module._parameters]
 
     def _param(self, module: nn.Module, name: str, key: str) -> Param | None:
         tensor = module._parameters[key] if key in module._parameters else None  # noqa: SIM401 - a ScriptModule has no `get`
-        full = f"{name}.{key}" if name else key
+        full = child_name(name, key)
         unit, held = self._held(module, key, tensor)
         if held is None:
             return None
-        tied = self._params.setdefault(held.key, full)
+        tied = self._param_names.setdefault(held.key, full)
         param = _param(key, held, unit, None if tied == full else tied)
         if param.tied is None and unit is not None:
             manager = self._around[-1 - unit]
@@ -245,15 +253,15 @@ class _Walk:
 
     def _held(
         self, module: nn.Module, key: str, tensor: torch.Tensor | None
-    ) -> tuple[int | None, Held | None]:
+    ) -> tuple[int | None, HeldParam | None]:
         for up, manager in enumerate(reversed(self._around)):
-            found = manager.holds(module, key, tensor)
-            if found is not None:
-                return up, found
-        return None, None if tensor is None else units.held(tensor, self._meshes)
+            held = manager.find_param(module, key, tensor)
+            if held is not None:
+                return up, held
+        return None, None if tensor is None else units.held_param(tensor, self._meshes)
 
 
-def _param(name: str, held: Held, unit: int | None, tied: str | None) -> Param:
+def _param(name: str, held: HeldParam, unit: int | None, tied: str | None) -> Param:
     size = held.dtype.itemsize
     return Param(
         name=name,

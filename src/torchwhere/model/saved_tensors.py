@@ -1,9 +1,9 @@
-"""What an autograd node has saved for its backward, and whether it still has it. Unpacks nothing:
-that could run a forward.
+"""Checks whether an autograd node still has the tensors that it saved for backward. Unpacks no
+saved tensor: that could run a forward.
 
-A backward without `retain_graph` frees what each node saved once the node has run. Nodes and edges
-stay. A node that saves no tensor (an addition) looks the same before and after: of a graph made of
-such nodes alone it cannot be told.
+A backward without `retain_graph` frees the saved tensors of each node after the node has run. Nodes
+and edges stay. A node that saves no tensor, for example an addition, is the same before and after.
+So nothing shows whether a graph of only such nodes was freed.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-# a custom function has its own class
+# by the class of a node; weak, because each custom function has a class of its own
 _names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def _saved_names(node: Any) -> tuple[str, ...]:
-    kind = type(node)
-    found = _names.get(kind)
-    if found is None:
-        found = _names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    return found
+    cls = type(node)
+    names = _names.get(cls)
+    if names is None:
+        names = _names[cls] = tuple(name for name in dir(cls) if name.startswith("_raw_saved_"))
+    return names
 
 
 def holds_saved(node: Any) -> bool:
-    """Whether a node has a tensor that it saved."""
+    """Whether a node still has a saved tensor."""
     try:
         return any(_is_filled(getattr(node, name)) for name in _saved_names(node))
     except RuntimeError:  # freed: the node has run
@@ -32,12 +32,12 @@ def holds_saved(node: Any) -> bool:
 
 
 def is_freed(node: Any) -> bool:
-    """Whether a node saved tensors and has them no longer."""
+    """Whether a node saved tensors that are freed now."""
     names = _saved_names(node)
     if not names or holds_saved(node):
         return False
     try:
-        # nothing is there: never saved, or freed, and only then it is an error to ask
+        # Nothing is saved now. Only if it was freed, reading it raises an error.
         for name in names:
             getattr(node, name)
             getattr(node, name.replace("_raw", "", 1), None)

@@ -1,9 +1,9 @@
-"""Names of tensors by id, with nothing on the tensors themselves.
+"""Names of tensors by id, without any reference to the tensors.
 
 `torch.utils.swap_tensors` refuses a tensor that has a weak reference, and `nn.Module.to()` swaps
-every DTensor parameter: a weak reference on a parameter would end a job. So a tensor is known by
-where it is: the module that has it (held weakly) and its key there. Another tensor may get the id
-of one that is gone, so every look-up checks that the tensor is still there.
+every DTensor parameter: a weak reference to a parameter would end a job. So this table identifies a
+tensor by its slot: a weak reference to its module, and its key there. A new tensor may get the id
+of a freed one, so every look-up checks that the tensor is still in its slot.
 """
 
 from __future__ import annotations
@@ -16,114 +16,113 @@ import torch
 
 from torchwhere.model.fsdp_states import Managed
 
-Slot = tuple[weakref.ref[Any], str]  # a module, and the key under which it has a tensor
+WeakSlot = tuple[weakref.ref[Any], str]  # a module, and the key under which it has a tensor
 _NONE: list[str] = []
 
 
 class _Entry:
-    """The names of one tensor, and for each of them where the tensor is."""
+    """The names of one tensor, and the slot for each name."""
 
     __slots__ = ("managed", "names", "slots")
 
-    def __init__(self, names: list[str], slots: list[Slot]) -> None:
+    def __init__(self, names: list[str], slots: list[WeakSlot]) -> None:
         self.names = names
         self.slots = slots
         self.managed: Managed | None = None
 
-    def keep(self, places: Iterable[int]) -> None:
-        kept = list(places)
-        self.names = [self.names[at] for at in kept]
-        self.slots = [self.slots[at] for at in kept]
+    def keep_only(self, indexes: Iterable[int]) -> None:
+        chosen = list(indexes)
+        self.names = [self.names[index] for index in chosen]
+        self.slots = [self.slots[index] for index in chosen]
 
 
 class TensorNames:
     """The names of the parameters, or of the buffers, of some models."""
 
-    __slots__ = ("_held_in", "_of")
+    __slots__ = ("_entries", "_held_in")
 
     def __init__(self, held_in: str) -> None:
         self._held_in = held_in  # the dictionary of a module: `_parameters` or `_buffers`
-        self._of: dict[int, _Entry] = {}
+        self._entries: dict[int, _Entry] = {}  # by the id of the tensor
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._entries)
 
     def __contains__(self, tensor: object) -> bool:
         return bool(self.of(tensor))
 
     def of(self, tensor: object) -> list[str]:
-        """All names of a tensor; empty for a tensor that is unknown, or is not in its place any
-        more."""
-        entry = self._of.get(id(tensor))
+        """All names of a tensor; empty if the tensor is unknown, or no longer in its slot."""
+        entry = self._entries.get(id(tensor))
         if entry is None:
             return _NONE
         try:
             for ref, key in entry.slots:
                 if getattr(ref(), self._held_in).get(key) is not tensor:
                     return self._checked(entry, tensor)
-        # the module is gone, or is a ScriptModule, where this is no dictionary
+        # The module was freed, or is a ScriptModule, which has no such dictionary.
         except AttributeError:
             return self._checked(entry, tensor)
         return entry.names
 
     def _checked(self, entry: _Entry, tensor: Any) -> list[str]:
-        """The names that are left of a tensor that is not in all of its places."""
+        """The remaining names of a tensor that is no longer in all of its slots."""
         if entry.managed is not None and entry.managed.has(tensor):
             return entry.names
-        entry.keep(at for at, slot in enumerate(entry.slots) if self._at(slot) is tensor)
+        entry.keep_only(at for at, slot in enumerate(entry.slots) if self._at(slot) is tensor)
         if not entry.names:
-            del self._of[id(tensor)]
+            del self._entries[id(tensor)]
         return entry.names
 
-    def _at(self, slot: Slot) -> object:
+    def _at(self, slot: WeakSlot) -> object:
         module = slot[0]()
         if module is None:
             return None
         held = getattr(module, self._held_in)
         try:
             return held.get(slot[1])
-        except AttributeError:  # that of a ScriptModule is no dictionary
+        except AttributeError:  # a ScriptModule has no dictionary here
             return dict(held.items()).get(slot[1])
 
-    def add(self, tensor: torch.Tensor, name: str, slot: Slot) -> None:
-        """Note that a tensor is in this place, under this name. It must be there now."""
-        entry = self._of.get(id(tensor))
-        if entry is None or not self.of(tensor):  # unknown, or the id of one that is gone
-            self._of[id(tensor)] = _Entry([name], [slot])
+    def add(self, tensor: torch.Tensor, name: str, slot: WeakSlot) -> None:
+        """Add a name and the slot of a tensor. The tensor must be in that slot now."""
+        entry = self._entries.get(id(tensor))
+        if entry is None or not self.of(tensor):  # unknown, or the id of a freed tensor
+            self._entries[id(tensor)] = _Entry([name], [slot])
         elif name not in entry.names:
             entry.names.append(name)
             entry.slots.append(slot)
 
-    def add_managed(self, managed: Managed, named: list[tuple[str, Slot]]) -> list[int]:
-        """Note all tensors that stand for one parameter, also those that are in no module now.
-        Gives their ids."""
+    def add_managed(self, managed: Managed, named: list[tuple[str, WeakSlot]]) -> list[int]:
+        """Add all tensors that represent one parameter, also those that are in no module now.
+        Returns their ids."""
         ids = []
         for tensor in managed.tensors():
             if tensor is not None:
                 if not self.of(tensor):
-                    self._of[id(tensor)] = _Entry(
+                    self._entries[id(tensor)] = _Entry(
                         *map(list, zip(*dict(named).items(), strict=True))
                     )
-                self._of[id(tensor)].managed = managed
+                self._entries[id(tensor)].managed = managed
                 ids.append(id(tensor))
         return ids
 
     def drop(self, tensor: object) -> None:
-        self._of.pop(id(tensor), None)
+        self._entries.pop(id(tensor), None)
 
-    def leave(self, key: int, module: weakref.ref[Any]) -> None:
-        """The module is gone, or has no tensor with this id any more."""
-        entry = self._of.get(key)
+    def remove_slots(self, key: int, module: weakref.ref[Any]) -> None:
+        """Remove the names of a tensor in a module that was freed, or no longer has the tensor."""
+        entry = self._entries.get(key)
         if entry is not None:
-            entry.keep(at for at, (ref, _) in enumerate(entry.slots) if ref is not module)
+            entry.keep_only(at for at, (ref, _) in enumerate(entry.slots) if ref is not module)
             if not entry.names:
-                del self._of[key]
+                del self._entries[key]
 
     def is_managed(self, key: int) -> bool:
-        entry = self._of.get(key)
+        entry = self._entries.get(key)
         return (
             entry is not None and entry.managed is not None and entry.managed.holder() is not None
         )
 
     def clear(self) -> None:
-        self._of.clear()
+        self._entries.clear()

@@ -1,13 +1,13 @@
-"""What wraps a module, or was applied to it: DDP, FSDP1, FSDP2, ZeRO, a pipeline stage. Each
-becomes a `Manager`.
+"""Finds the units of a model: DDP, FSDP1, FSDP2, ZeRO, and pipeline stages. Each becomes a
+`Manager`.
 
-A manager knows the facts of its unit and, for any parameter below it, whether it manages it and how
-it is cut. Wrappers are recognised without importing their libraries.
+A manager has the facts of its unit. For each parameter below it, it says whether the unit manages
+the parameter, and how the unit shards it. Wrappers are recognized without importing their
+libraries.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,13 +19,23 @@ import torch.distributed as dist
 from torch import nn
 
 from torchwhere.core.model_layout import FLAT, Unit
-from torchwhere.model.fsdp import Held, dtypes_text, facts1, facts2, held1, held2, held_dtensor
-from torchwhere.model.fsdp import is_replicating as replicates
-from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
-from torchwhere.model.meshes import Meshes, placement_texts
+from torchwhere.model.fsdp import (
+    HeldParam,
+    Slot,
+    dtensor_param,
+    dtype_texts,
+    fsdp1_facts,
+    fsdp1_params,
+    fsdp2_facts,
+    fsdp2_params,
+    is_replicating,
+)
+from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state, is_fsdp1
+from torchwhere.model.meshes import Meshes
 
-# a module, the name of a parameter in it, and what stands there
-Holds = Callable[[nn.Module, str, Any], Held | None]
+# Takes a module, the name of a parameter in it, and the tensor there. Returns None for a parameter
+# that the unit does not manage.
+FindParam = Callable[[nn.Module, str, Any], HeldParam | None]
 
 
 @dataclass(slots=True)
@@ -33,12 +43,12 @@ class Manager:
     """A unit while the modules below it are walked."""
 
     kind: str
-    holds: Holds
+    find_param: FindParam
     facts: dict[str, Any] = field(default_factory=dict)
-    # all modules that the unit begins at, where there are several
+    # all modules that the unit begins at, if there are several
     modules: tuple[nn.Module, ...] = ()
-    # by the id of a module: names that may not be in it any more
-    taken: dict[int, list[str]] = field(default_factory=dict)
+    # by the id of a module: the names of parameters that FSDP1 may have removed from it
+    removed: dict[int, list[str]] = field(default_factory=dict)
     params: int = 0
     bytes: int = 0
     local_bytes: int = 0
@@ -50,8 +60,8 @@ class Manager:
 
 
 def managers_at(module: nn.Module, meshes: Meshes) -> Iterator[Manager]:
-    """The units that begin at this very module or wrapper."""
-    state = state2(module)
+    """The units that begin at a module or wrapper itself."""
+    state = fsdp2_state(module)
     if state is not None:
         yield from _fsdp2(state, meshes)
     elif is_fsdp1(module):
@@ -59,28 +69,28 @@ def managers_at(module: nn.Module, meshes: Meshes) -> Iterator[Manager]:
     elif (ddp := _ddp(module, meshes)) is not None:
         yield ddp
     elif isinstance(module, nn.DataParallel):
-        yield Manager("DataParallel", lambda _module, _name, param: held(param, meshes))
+        yield Manager("DataParallel", lambda _module, _name, param: held_param(param, meshes))
     elif _is_engine(module):
         yield from _engine(module, meshes)
 
 
-def _slots(known: dict[tuple[int, str], Held]) -> Holds:
-    return lambda module, name, _param: known.get((id(module), name))
+def _find_among(params: dict[Slot, HeldParam]) -> FindParam:
+    return lambda module, name, _param: params.get((id(module), name))
 
 
-# -- parameters by themselves ----------------------------------------------------------------------
+# -- parameters that no unit describes -------------------------------------------------------------
 
 
-def held(param: Any, meshes: Meshes) -> Held:
-    """A parameter that says itself how it is cut: a DTensor, one of ZeRO-3, or a plain one, whole
-    on this rank."""
+def held_param(param: Any, meshes: Meshes) -> HeldParam:
+    """Describe a parameter from the tensor alone: a DTensor, a parameter of ZeRO-3, or a plain
+    tensor, which is whole on this rank."""
     if hasattr(param, "ds_shape"):
-        return _held_zero3(param, meshes)
+        return _zero3_param(param, meshes)
     if hasattr(param, "device_mesh") and hasattr(param, "placements"):
-        return held_dtensor(param, meshes, key=id(param))
+        return dtensor_param(param, meshes, key=id(param))
     is_lazy = nn.parameter.is_lazy(param)
     shape = (0,) if is_lazy else tuple(param.shape)
-    return Held(
+    return HeldParam(
         shape,
         shape,
         param.dtype,
@@ -91,11 +101,11 @@ def held(param: Any, meshes: Meshes) -> Held:
     )
 
 
-def _held_zero3(param: Any, meshes: Meshes) -> Held:
+def _zero3_param(param: Any, meshes: Meshes) -> HeldParam:
     part, numel = param.ds_tensor, int(param.ds_numel)
     size = 0 if part is None else int(getattr(part, "ds_numel", part.numel()))
     start = size * int(getattr(param, "ds_zero_partition_rank", 0))
-    return Held(
+    return HeldParam(
         shape=tuple(param.ds_shape),
         local_shape=(max(0, min(size, numel - start)),),
         dtype=param.dtype,
@@ -112,27 +122,30 @@ def _held_zero3(param: Any, meshes: Meshes) -> Held:
 
 
 def _fsdp2(state: Any, meshes: Meshes) -> Iterator[Manager]:
-    kind, groups = "replicate" if replicates(state) else "FSDP2", groups2(state)
+    kind, groups = "replicate" if is_replicating(state) else "FSDP2", fsdp2_groups(state)
     for group in groups:
         yield Manager(
-            kind, _slots(held2(group, meshes)), facts2(state, group, meshes), tuple(group.modules)
+            kind,
+            _find_among(fsdp2_params(group, meshes)),
+            fsdp2_facts(state, group, meshes),
+            tuple(group.modules),
         )
-    if not groups:  # everything below it is managed by units further in
+    if not groups:  # units below this module manage all of its parameters
         yield Manager(kind, lambda _module, _name, _param: None)
 
 
 def _fsdp1(wrapper: Any, meshes: Meshes) -> Manager:
-    facts = facts1(wrapper, meshes)
-    known = held1(wrapper, facts["mesh"], facts["placements"])
-    taken: dict[int, list[str]] = {}
-    for module, name in known:
-        taken.setdefault(module, []).append(name)
-    return Manager("FSDP1", _slots(known), facts, taken=taken)
+    facts = fsdp1_facts(wrapper, meshes)
+    params = fsdp1_params(wrapper, facts["mesh"], facts["placements"])
+    removed: dict[int, list[str]] = {}
+    for module, name in params:
+        removed.setdefault(module, []).append(name)
+    return Manager("FSDP1", _find_among(params), facts, removed=removed)
 
 
 def _ddp(module: nn.Module, meshes: Meshes) -> Manager | None:
-    """DDP as a wrapper, or as the composable `replicate` that makes one for itself in the first
-    forward."""
+    """The unit of DDP: of the wrapper, or of the composable `replicate`, which creates a DDP object
+    in the first forward."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         named: Any = module.module.named_parameters()
         return _ddp_manager(
@@ -157,7 +170,7 @@ def _ddp_manager(ddp: Any, ignored: set[int], meshes: Meshes) -> Manager:
     facts = {
         "mesh": mesh,
         "placements": ("Replicate()",),
-        "dtypes": dtypes_text(
+        "dtypes": dtype_texts(
             {use: getattr(precision, f"{use}_dtype", None) for use in ("param", "reduce", "buffer")}
         ),
         "settings": (
@@ -173,16 +186,16 @@ def _ddp_manager(ddp: Any, ignored: set[int], meshes: Meshes) -> Manager:
     return Manager("DDP", _replicated(mesh, ignored, meshes), facts)
 
 
-def _replicated(mesh: int | None, ignored: set[int], meshes: Meshes) -> Holds:
-    def holds(_module: nn.Module, _name: str, param: Any) -> Held | None:
+def _replicated(mesh: int | None, ignored: set[int], meshes: Meshes) -> FindParam:
+    def find_param(_module: nn.Module, _name: str, param: Any) -> HeldParam | None:
         if param is None or id(param) in ignored:
             return None
-        found = held(param, meshes)
-        if found.mesh is None:
-            found.mesh, found.placements = mesh, ("Replicate()",)
-        return found
+        held = held_param(param, meshes)
+        if held.mesh is None:
+            held.mesh, held.placements = mesh, ("Replicate()",)
+        return held
 
-    return holds
+    return find_param
 
 
 # -- DeepSpeed -------------------------------------------------------------------------------------
@@ -201,20 +214,21 @@ def _is_engine(module: nn.Module) -> bool:
 
 
 def _engine(engine: Any, meshes: Meshes) -> Iterator[Manager]:
-    if hasattr(engine, "stage_id") and hasattr(engine, "num_stages"):  # DeepSpeed's own pipelines
+    if hasattr(engine, "stage_id") and hasattr(engine, "num_stages"):  # a pipeline of DeepSpeed
         yield _stage_manager(engine.stage_id, engine.num_stages, None, meshes)
-    facts = {"reduce": engine.communication_data_type}
+    dtypes = {"reduce": engine.communication_data_type}
     yield zero(
         int(engine.zero_optimization_stage()),
         engine.optimizer,
         next(engine.module.parameters(), None),
         meshes,
-        facts,
+        dtypes,
     )
 
 
 def zero_of(root: nn.Module, meshes: Meshes) -> Manager | None:
-    """ZeRO around a model whose engine was not given: its parameters know their optimizer."""
+    """The unit of ZeRO for a model that was passed without its engine: the parameters lead to the
+    optimizer."""
     if "deepspeed" not in sys.modules:
         return None
     for param in root.parameters():
@@ -228,8 +242,8 @@ def zero_of(root: nn.Module, meshes: Meshes) -> Manager | None:
 
 
 def _zero_around(param: Any) -> Any:
-    """The ZeRO-1 or 2 optimizer that has a parameter. A parameter knows it in some versions only:
-    those alive are asked."""
+    """The ZeRO-1 or ZeRO-2 optimizer of a parameter. Only in some versions of DeepSpeed a parameter
+    refers to it, so this searches all optimizers that are alive."""
     home = sys.modules.get("deepspeed.runtime.zero.stage_1_and_2")
     kind = getattr(home, "DeepSpeedZeroOptimizer", None)
     alive = (
@@ -239,15 +253,16 @@ def _zero_around(param: Any) -> Any:
     )
     return next(
         (
-            one
-            for one in alive
-            if any(held is param for group in one.bit16_groups for held in group)
+            optimizer
+            for optimizer in alive
+            if any(own is param for group in optimizer.bit16_groups for own in group)
         ),
         None,
     )
 
 
 def zero(stage: int, optimizer: Any, param: Any, meshes: Meshes, dtypes: dict[str, Any]) -> Manager:
+    """The unit of a ZeRO optimizer. `param` is any parameter of the model."""
     groups = getattr(optimizer, "real_dp_process_group", None) or [
         getattr(param, "ds_process_group", None)
     ]
@@ -262,7 +277,7 @@ def zero(stage: int, optimizer: Any, param: Any, meshes: Meshes, dtypes: dict[st
     facts = {
         "mesh": mesh,
         "placements": (FLAT if stage == 3 else "Replicate()",),
-        "dtypes": dtypes_text(dtypes),
+        "dtypes": dtype_texts(dtypes),
         "offload": _offload(optimizer),
         "settings": (
             ("sharded", _SHARDED[stage]),
@@ -276,13 +291,13 @@ def zero(stage: int, optimizer: Any, param: Any, meshes: Meshes, dtypes: dict[st
 
 
 def _masters(optimizer: Any) -> list[Any]:
-    """The copies that the inner optimizer steps: this rank's part of them."""
+    """This rank's part of the copies of parameters that the inner optimizer updates."""
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-        found = [
+        masters = [
             tensor for tensor in getattr(optimizer, name, ()) if isinstance(tensor, torch.Tensor)
         ]
-        if found:
-            return found
+        if masters:
+            return masters
     return []
 
 
@@ -315,7 +330,7 @@ def _offload(optimizer: Any) -> str | None:
 
 
 def stages_of(thing: Any) -> list[Any] | None:
-    """The stages on this rank, of a pipeline stage or schedule; None if it is neither."""
+    """This rank's stages of a pipeline stage or schedule; None for any other object."""
     stage = sys.modules.get("torch.distributed.pipelining.stage")
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     if stage is not None and isinstance(thing, stage._PipelineStageBase):
@@ -326,8 +341,8 @@ def stages_of(thing: Any) -> list[Any] | None:
 
 
 def stage_around(module: nn.Module) -> Any:
-    """The pipeline stage whose submodule this is. Nothing lists the stages: those that are alive
-    are asked."""
+    """The pipeline stage of a submodule. Torch has no list of the stages, so this searches all
+    stages that are alive."""
     home = sys.modules.get("torch.distributed.pipelining.stage")
     if home is None:
         return None
@@ -354,41 +369,3 @@ def _stage_manager(index: int, count: int, group: Any, meshes: Meshes) -> Manage
         "settings": (("stage", int(index)), ("stages", int(count))),
     }
     return Manager("pipeline stage", lambda _module, _name, _param: None, facts)
-
-
-# -- tensor parallel -------------------------------------------------------------------------------
-
-
-def plan_of(module: nn.Module) -> str:
-    """The style that `parallelize_module` applied, read off the hooks it left: `ColwiseParallel:
-    Replicate() to Shard(-1)`."""
-    if not module._forward_pre_hooks and not module._forward_hooks:
-        return ""
-    found: dict[str, list[str]] = {}
-    for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
-        for value in _enclosed(hook):
-            if isinstance(value, functools.partial) and value.func.__name__ in (
-                "_prepare_input_fn",
-                "_prepare_output_fn",
-            ):
-                found.setdefault(value.func.__qualname__.split(".")[0], []).append(
-                    _layouts(value.args[0])
-                )
-            elif type(value).__module__.startswith("torch.distributed.tensor.parallel"):
-                found.setdefault(type(value).__name__, [])
-    return "; ".join(
-        f"{style}: {' to '.join(filter(None, ends))}".rstrip(": ") for style, ends in found.items()
-    )
-
-
-def _enclosed(hook: Any) -> Iterator[Any]:
-    for cell in getattr(hook, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue
-
-
-def _layouts(value: Any) -> str:
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return ", ".join(placement_texts(one for one in values if hasattr(one, "is_replicate")))

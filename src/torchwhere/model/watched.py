@@ -1,7 +1,7 @@
-"""What the running watch knows about live objects, for those who describe them.
+"""Gives functions that describe live objects access to the names and places of the running watch.
 
-The session puts it here when it begins and takes it back when it ends; nothing in `inspect/`
-imports anything above it.
+A session sets them when it begins and removes them when it ends. So this package need not import
+the packages that watch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torchwhere.model.module_names import NameTable
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The names the watch has given, and the place it knows for an autograd node: the module call
-    that made it."""
+    """The names of a watch, and a function that returns the place of an autograd node: the module
+    call that made it."""
 
     names: NameTable
     place_of_node: Callable[[Any], Place]
@@ -27,15 +27,17 @@ _running: Watched | None = None
 
 
 def running() -> Watched | None:
-    """What the running watch knows; None while nobody watches."""
+    """The data of the running watch; None without a watch."""
     return _running
 
 
 def begin(watched: Watched) -> None:
+    """Publish the data of a watch."""
     global _running
     _running = watched
 
 
 def end() -> None:
+    """Remove the data of the watch."""
     global _running
     _running = None

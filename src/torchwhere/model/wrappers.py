@@ -1,7 +1,8 @@
 """Recognizes modules that wrap another module: DDP, FSDP1, `torch.compile`, activation
 checkpointing, DeepSpeed's engine, Lightning.
 
-A wrapper has the name of the module inside it. Classes are compared by name: nothing is imported.
+A wrapper has the name of the module inside it. Classes are compared by name, so that no library is
+imported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _WRAPPERS = {
     "lightning.fabric.wrappers._FabricModule": "_forward_module",
     "pytorch_lightning.overrides.base._LightningModuleWrapperBase": "module",
 }
-WRAPPER_PARTS = frozenset(_WRAPPERS.values())  # the parts of names that torch's own names contain
+# The names that `named_parameters()` returns contain these parts.
+WRAPPER_PARTS = frozenset(_WRAPPERS.values())
 
 
 def wrapped_key(cls: type) -> str | None:

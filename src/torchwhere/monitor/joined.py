@@ -24,9 +24,9 @@ class JoinedData:
     def add(self, host: int, snapshot: HostSnapshot) -> None:
         """Add the ranks of a snapshot. A box of this host wins over a snapshot."""
         summaries = {
-            summary.label.rank: summary.label
+            summary.box_summary.rank: summary.box_summary
             for summary in snapshot.batch.rank_summaries
-            if summary.label.rank not in self.boxes
+            if summary.box_summary.rank not in self.boxes
         }
         wanted = {box.path for box in summaries.values() if not box.lacks_counts}
         self.job_calls.add_batch(snapshot.batch, encoder=host, wanted=wanted)

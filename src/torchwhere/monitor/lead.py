@@ -238,7 +238,7 @@ class Lead(SingleHost):
         snapshot = self._snapshot_of(host)
         if isinstance(snapshot, InvalidSnapshot):
             return []
-        return [summary.label.rank for summary in snapshot.batch.rank_summaries]
+        return [summary.box_summary.rank for summary in snapshot.batch.rank_summaries]
 
     def _alive_on(self, host: int) -> list[int]:
         snapshot = self._snapshot_of(host)
@@ -290,7 +290,7 @@ class Lead(SingleHost):
         Hosts may count restarts differently, so the count cannot decide.
         """
         own = list(run.summaries.values())
-        others = [summary.label for summary in snapshot.batch.rank_summaries]
+        others = [summary.box_summary for summary in snapshot.batch.rank_summaries]
         jobs = {_job(box) for box in own}
         if any(_job(box) not in jobs for box in others):
             return True

@@ -1,14 +1,14 @@
-// How far an accelerator has come: events on its streams, read by a thread that never holds the
-// GIL.
+// Records the progress of an accelerator with events on its streams. A thread that never holds the
+// GIL reads the events.
 //
 // A mark is an event on the current stream, recorded just before a collective (or at a step, or at
 // a module) is issued. When the event completes, the device has reached that point. The training
-// thread only records. Another thread asks whether events have completed, works out when, and writes
-// that into the box. Nothing here waits for the device.
+// thread only records events. Another thread, the harvester, polls whether events have completed,
+// computes when, and writes the times into the box. Nothing here waits for the device.
 //
-// The interface is c10's device-generic one, so nothing depends on the headers of CUDA. Two
-// functions of the runtime are looked up by name: whether a stream is being captured into a graph,
-// and how to keep a query from breaking another thread's capture.
+// This code uses c10's interface for any device, so it needs no headers of CUDA. It looks up two
+// functions of the runtime by name. One tells whether a stream is being captured into a graph. The
+// other keeps a query in this thread from breaking a capture in another thread.
 #pragma once
 
 #include <dlfcn.h>
@@ -32,8 +32,8 @@
 
 namespace torchwhere {
 
-constexpr size_t MOST_LANES = 7, MOST_PENDING = 4096;  // of all lanes together: events in use
-constexpr size_t POLL_SLOT = MOST_LANES;  // the last slot holds the time of the last look
+constexpr size_t MOST_LANES = 7, MOST_PENDING = 4096;  // events in use, in all lanes together
+constexpr size_t POLL_SLOT = MOST_LANES;  // the last slot has the time of the last poll
 constexpr int LANE_WORDS = 8;
 constexpr int LANE_PLACE = 0, LANE_TIME = 1, LANE_STEP = 2, LANE_ID = 3, LANE_RECORD = 4,
               LANE_PENDING = 5, LANE_NEXT_PLACE = 6, LANE_NEXT_RECORD = 7;
@@ -49,7 +49,7 @@ enum class Point : int { REACHED = 0, DONE = 1, PLACE = 2 };
 
 // -- the runtime ----------------------------------------------------------------------------------
 
-// CUDA's and HIP's functions, null where the process has not loaded them.
+// Functions of CUDA or HIP; null if the process has not loaded them.
 struct Runtime {
   int (*is_capturing)(void* stream, int* status) = nullptr;
   int (*exchange_capture_mode)(int* mode) = nullptr;
@@ -81,13 +81,13 @@ template <typename Guard>
 bool generic_is_capturing(
     const Guard&,
     const c10::Stream&,
-    long) {  // a torch that cannot tell, a device that has no graphs
+    long) {  // a torch without this function, or a device without graphs
   return false;
 }
 
 // -- marks ----------------------------------------------------------------------------------------
 
-// What a mark stands for. `record` and `counter` are negative where there is none.
+// The point that a mark represents. `record` and `counter` are negative if there is none.
 struct MarkOf {
   Point point;
   int64_t record;   // number of the record of a collective
@@ -102,7 +102,7 @@ struct Mark {
   explicit Mark(c10::DeviceType type) : event(type, c10::EventFlag::BACKEND_DEFAULT), of() {}
 };
 
-// The marks of one stream, which complete in their order.
+// The marks of one stream. They complete in the order in which they were recorded.
 struct Lane {
   c10::Device device;
   c10::StreamId stream;
@@ -110,16 +110,16 @@ struct Lane {
   std::deque<std::unique_ptr<Mark>> pending;
 };
 
-// The device's clock against the host's. A point is not reached before it was issued, and not after
-// it was seen to be complete: both bounds move the estimate. A stream that is idle once makes the
-// first one exact to the cost of a launch.
+// Maps times of the device to the clock of the host. The device reaches a point after the point was
+// issued and before a poll finds it complete: both bounds correct the estimate. If a stream is idle
+// at least once, the first bound is exact up to the cost of a launch.
 struct DeviceClock {
   c10::Device device;
   std::unique_ptr<Mark> base;
   int64_t base_ns = 0;
 
-  // When a mark was reached. Takes the mark over as the base of later ones now and then, and gives
-  // back what is free then.
+  // Returns when a mark was reached. If the base is too old, the mark becomes the new base, and
+  // `mark` then has the old base, which is free for reuse.
   uint64_t place(std::unique_ptr<Mark>& mark, uint64_t seen_ns) {
     auto issued = static_cast<int64_t>(mark->of.issued_ns);
     if (base == nullptr) {
@@ -139,13 +139,13 @@ struct DeviceClock {
   }
 };
 
-// -- the box's part -------------------------------------------------------------------------------
+// -- the device sections of a box -----------------------------------------------------------------
 
-// The device sections of a box, as indexes of words.
+// The device sections of a box. All positions are indexes of words.
 struct DeviceSections {
   Box* box = nullptr;
   uint64_t lanes = 0, times = 0;
-  int64_t progress_shift = 0;  // from the words of a stream's counter to those of its progress
+  int64_t progress_shift = 0;  // from the counter of a stream to its progress
 
   void reached(const Lane& lane, const MarkOf& mark, uint64_t t_ns) {
     uint64_t* words = box->words + lanes + lane.index * LANE_WORDS;
@@ -167,7 +167,7 @@ struct DeviceSections {
     uint64_t* progress = box->words + mark.counter + progress_shift;
     uint64_t& count = progress[is_done ? PROGRESS_DONE : PROGRESS_REACHED];
     if (mark.count <= count)
-      return;  // the collectives of a group may be on several streams, as FSDP's are
+      return;  // a group may use several streams, as FSDP does
     progress[is_done ? PROGRESS_DONE_TIME : PROGRESS_REACHED_TIME] = t_ns;
     count = mark.count;
   }
@@ -183,24 +183,24 @@ struct DeviceSections {
   }
 };
 
-// -- the whole ------------------------------------------------------------------------------------
+// -- all marks of the process ---------------------------------------------------------------------
 
-// The marks of this process and the thread that reads them. Never freed: threads may be in it when
-// the process exits.
+// The marks of this process and the thread that reads them. Never freed: threads may still use it
+// when the process exits.
 struct DeviceProgress {
   std::mutex
-      lock;  // guards everything below; never held while the device is asked or the map is written
+      lock;  // guards all fields below; never held while the device is polled or the box is written
   std::condition_variable changed;
   std::vector<std::unique_ptr<Lane>> lanes;
   std::vector<std::unique_ptr<Mark>> pool;
-  size_t events = 0;  // that exist
+  size_t events = 0;  // number of events that exist
   DeviceSections sections;
-  std::vector<DeviceClock> clocks;  // of the harvester alone
+  std::vector<DeviceClock> clocks;  // only the harvester uses them
   std::atomic<bool> is_on{false};
   bool is_running = false, has_ended = true;
   uint64_t marked = 0, harvested = 0, skipped = 0, captured = 0;
-  std::string problem;  // why it was switched off for good: after an error of the device nothing is
-                        // asked any more
+  std::string problem;  // why marking is off for good: after an error of the device, nothing polls
+                        // it again
 
   void fail(const std::string& why) {
     std::lock_guard<std::mutex> guard(lock);
@@ -277,8 +277,8 @@ struct DeviceProgress {
     return clocks.back();
   }
 
-  // Reads what has completed in one lane. Only the harvester takes marks out, so the front stays
-  // where it is without the lock.
+  // Reads the completed marks of one lane. Only the harvester removes marks, so the front stays
+  // valid without the lock.
   void harvest(Lane& lane) {
     c10::impl::VirtualGuardImpl(lane.device.type()).uncheckedSetDevice(lane.device);
     while (is_on) {
@@ -289,7 +289,7 @@ struct DeviceProgress {
         if (front == nullptr || sections.box == nullptr) break;
       }
       if (!front->event.query() || !is_on)
-        break;  // it may have been stuck in there while the watch ended
+        break;  // the watch may have ended during the query
       uint64_t seen_ns = now_ns();
       std::unique_ptr<Mark> mark;
       {
@@ -338,7 +338,7 @@ struct DeviceProgress {
           if (!is_running) break;
           if (lanes.empty() || !is_on) continue;
         }
-        if (!is_relaxed) {  // a query from this thread must not end a capture in another one
+        if (!is_relaxed) {  // a query in this thread must not break a capture in another thread
           Runtime runtime(lanes.front()->device.type());
           int mode = 2;  // relaxed
           if (runtime.exchange_capture_mode != nullptr) runtime.exchange_capture_mode(&mode);
@@ -356,10 +356,10 @@ struct DeviceProgress {
 };
 inline DeviceProgress* device_progress = new DeviceProgress;
 
-// -- what Python calls ----------------------------------------------------------------------------
+// -- functions for Python -------------------------------------------------------------------------
 
-// device_begin(box, lanes_at, times_at, progress_shift): mark and harvest from now on, into this
-// box. The offsets are indexes of words.
+// device_begin(box, lanes_at, times_at, progress_shift): starts to record marks and to write their
+// times into this box. The offsets are indexes of words.
 inline PyObject* device_begin(PyObject*, PyObject* args) {
   PyObject* box;
   unsigned long long lanes, times;
@@ -379,7 +379,7 @@ inline PyObject* device_begin(PyObject*, PyObject* args) {
     self.has_ended = false;
     self.is_on = true;
   }
-  sigset_t all, before;  // the job's signals are for the job's threads
+  sigset_t all, before;  // signals of the job are for its own threads
   sigfillset(&all);
   for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, fault);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -393,8 +393,8 @@ inline PyObject* device_begin(PyObject*, PyObject* args) {
   return PyBool_FromLong(self.is_on);
 }
 
-// device_end(): no event is recorded or asked after this. A harvester that is stuck in the driver
-// is left alone with its box.
+// device_end(): no event is recorded or polled after this. If the harvester is blocked in the
+// driver, it keeps its box.
 inline PyObject* device_end(PyObject*, PyObject*) {
   DeviceProgress& self = *device_progress;
   Box* box = nullptr;
@@ -407,7 +407,7 @@ inline PyObject* device_end(PyObject*, PyObject*) {
       std::swap(box, self.sections.box);
       for (auto& lane : self.lanes)
         for (auto& mark : lane->pending)
-          self.pool.push_back(std::move(mark));  // recording it again is allowed at any time
+          self.pool.push_back(std::move(mark));  // an event may be recorded again at any time
       self.lanes.clear();
     }
   }
@@ -416,8 +416,8 @@ inline PyObject* device_end(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// device_abandon(): in a forked child, which must not touch the device. The parent's events and its
-// lock are left where they are.
+// device_abandon(): stops marking in a forked child, which must not touch the device. Leaves the
+// events and the lock of the parent as they are.
 inline PyObject* device_abandon(PyObject*, PyObject*) {
   auto* fresh = new DeviceProgress;
   fresh->problem = "a forked process";
@@ -449,7 +449,7 @@ inline PyObject* device_mark(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// device_type(name) -> the number of a type of device
+// device_type(name) -> the number of a type of device (c10::DeviceType)
 inline PyObject* device_type(PyObject*, PyObject* name) {
   const char* text = PyUnicode_AsUTF8(name);
   if (text == nullptr) return nullptr;

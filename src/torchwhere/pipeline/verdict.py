@@ -185,7 +185,7 @@ def _without_outdated(saved: Mapping[int, dict[str, Any]], job_calls: JobCalls) 
     These are stacks older than the rank's last event, states older than its last event or
     heartbeat, and exits of processes that were alive later.
     """
-    summaries = {rank: calls.label for rank, calls in job_calls.by_rank.items()}
+    summaries = {rank: calls.box_summary for rank, calls in job_calls.by_rank.items()}
     moved_ns = {rank: summary.last_ns for rank, summary in summaries.items()}
     alive_ns = {rank: max(box.last_ns, box.beat_ns) for rank, box in summaries.items()}
     expiries = (

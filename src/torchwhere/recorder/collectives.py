@@ -1,8 +1,8 @@
 """Records collectives: place, beneficiary and number of each call.
 
 Takes calls from the collective hook, on any thread. Writes one record per call, and updates the
-counter of the call's stream and the cursor of the thread. Remembers the last collectives for the
-note on an exception. Hot: the step of a small model waits for `bucket`.
+counter of the call's stream and the cursor of the thread. Keeps the last collectives for the note
+on an exception. Hot path: the step of a small model waits for `bucket`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from torchwhere.blackbox.file_format import (
     CURSOR_TIME,
     FLAG_INFERRED,
     FLAG_UNKNOWN,
-    MODULE_SHIFT,
     NO_CALL,
-    PASS_SHIFT,
     EntryType,
 )
 from torchwhere.blackbox.writer import BoxWriter
@@ -102,19 +100,19 @@ class CollectiveRecorder:
         track = self._here()
         track.may_issue = True
         if call.bucket is not None:
-            spot = self._spot_of_bucket(call.bucket, track)
+            place_ids = self._place_ids_of_bucket(call.bucket, track)
         else:
-            spot = locator.spot(track)
-        if spot.flags & FLAG_UNKNOWN and stack.unit is not None:
-            spot = self._spot_of_unit(stack.unit, spot)
+            place_ids = locator.place_ids(track)
+        if place_ids.flags & FLAG_UNKNOWN and stack.unit is not None:
+            place_ids = self._place_ids_of_unit(stack.unit, place_ids)
         graph = stack.graph
-        if graph is None and spot.pass_ == Pass.BACKWARD and not spot.param:
+        if graph is None and place_ids.pass_ == Pass.BACKWARD and not place_ids.param:
             graph = compiled_graphs.backward_graph(self._node())
-        line = locator.line_id(stack.file, stack.line) or self._line_of_backward(track, spot)
+        line = locator.line_id(stack.file, stack.line) or self._line_of_backward(track, place_ids)
         graph_id = 0
         if graph is not None or self._graphs.compiling:
             graph_id = self._graphs.id_of(graph)
-        return self._record(call, track, spot, line, graph_id, self._beneficiary(call))
+        return self._record(call, track, place_ids, line, graph_id, self._beneficiary(call))
 
     def bucket(self, bucket: Bucket) -> DeviceMark | None:
         """Record that DDP reduces a bucket again: only the number of the call is new.
@@ -122,18 +120,18 @@ class CollectiveRecorder:
         Costs about half as much as `collective`.
         """
         track = self._here()
-        spot = bucket.spot or self._spot_of_bucket(bucket, track)
-        line = self._line_of_backward(track, spot)
-        mark = self._record(bucket.call, track, spot, line, 0, bucket.entry)
-        if self._native is not None and bucket.spot is not None:
-            self._teach(bucket, bucket.call, bucket.spot)
+        place_ids = bucket.place_ids or self._place_ids_of_bucket(bucket, track)
+        line = self._line_of_backward(track, place_ids)
+        mark = self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
+        if self._native is not None and bucket.place_ids is not None:
+            self._teach(bucket, bucket.call, bucket.place_ids)
         return mark
 
     def _record(
         self,
         call: CollectiveCall,
         track: Track,
-        spot: PlaceIds,
+        place_ids: PlaceIds,
         line: int,
         graph: int,
         beneficiary: int,
@@ -146,17 +144,17 @@ class CollectiveRecorder:
         number = self._box.record(
             _COLLECTIVE,
             t_ns,
-            spot.pass_,
-            spot.flags | call.flags,
+            place_ids.pass_,
+            place_ids.flags | call.flags,
             track.number,
             self._counter.step,
-            spot.module,
-            spot.call,
+            place_ids.module,
+            place_ids.call,
             line,
             graph,
             call.signature,
             beneficiary,
-            spot.param,
+            place_ids.param,
             index,
         )
         counter = stream.counter
@@ -167,23 +165,21 @@ class CollectiveRecorder:
             words[counter + COUNTER_RECORD] = number
         words[cursor + CURSOR_RECORD] = number
         # In backward nothing else writes the place of the thread: readers of the cursor need it.
-        if spot.pass_ == Pass.BACKWARD:
-            words[cursor] = (
-                spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
-            )
+        if place_ids.pass_ == Pass.BACKWARD:
+            words[cursor] = place_ids.packed
             words[cursor + CURSOR_TIME] = t_ns
         self._last.append((number, call.op.name, index, call.group.desc))
         for tap in self._taps:
             tap(number, call)
         if call.device is None or not self._device.is_on:
             return None
-        return self._mark(call, call.device, spot, number, index, t_ns)
+        return self._mark(call, call.device, place_ids, number, index, t_ns)
 
     def _mark(
         self,
         call: CollectiveCall,
         device: torch.device,
-        spot: PlaceIds,
+        place_ids: PlaceIds,
         number: int,
         index: int,
         t_ns: int,
@@ -195,15 +191,15 @@ class CollectiveRecorder:
             number,
             -1 if call.stream.counter is None else call.stream.counter,
             index + 1,
-            spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK,
+            place_ids.packed,
             self._counter.step,
             t_ns,
         )
         self._device.reach(mark)
         return mark if call.is_on_current_stream else None
 
-    def _teach(self, bucket: Bucket, call: CollectiveCall, spot: PlaceIds) -> None:
-        """Let the native extension record the next all-reduce of this bucket by itself."""
+    def _teach(self, bucket: Bucket, call: CollectiveCall, place_ids: PlaceIds) -> None:
+        """Let the native extension record the next all-reduces of this bucket by itself."""
         label = (call.op.name, call.group.desc)
         if label not in self._labels:
             self._labels.append(label)
@@ -215,36 +211,38 @@ class CollectiveRecorder:
             cast("extension.Count", stream.numbers),
             -1 if stream.counter is None else stream.counter,
             _COLLECTIVE,
-            spot.pass_,
-            spot.flags | call.flags,
-            spot.module,
-            spot.call & CALL_MASK,
+            place_ids.pass_,
+            place_ids.flags | call.flags,
+            place_ids.module,
+            place_ids.call & CALL_MASK,
             call.signature,
             bucket.entry,
-            spot.param,
+            place_ids.param,
         )
 
     # -- places ------------------------------------------------------------------------------------
 
-    def _spot_of_bucket(self, bucket: Bucket, track: Track) -> PlaceIds:
+    def _place_ids_of_bucket(self, bucket: Bucket, track: Track) -> PlaceIds:
         param, bucket.param = bucket.param, None
         if param is None:  # launched at the end of the backward, not by a parameter
-            return self._locator.spot(track)
-        spot = bucket.spot = self._locator.spot_of_param(param)
-        return spot
+            return self._locator.place_ids(track)
+        place_ids = bucket.place_ids = self._locator.place_ids_of_param(param)
+        return place_ids
 
-    def _spot_of_unit(self, unit: torch.nn.Module, spot: PlaceIds) -> PlaceIds:
+    def _place_ids_of_unit(self, unit: torch.nn.Module, place_ids: PlaceIds) -> PlaceIds:
         """Return the place of an FSDP1 reduction: only the unit knows the flat parameter whose
         gradient starts it."""
         names = self._locator.names.module_names(unit)
         if not names:
-            return spot
-        return PlaceIds(spot.pass_, self._locator.module_id(names[0]), NO_CALL, 0, FLAG_INFERRED)
+            return place_ids
+        return PlaceIds(
+            place_ids.pass_, self._locator.module_id(names[0]), NO_CALL, 0, FLAG_INFERRED
+        )
 
-    def _line_of_backward(self, track: Track, spot: PlaceIds) -> int:
+    def _line_of_backward(self, track: Track, place_ids: PlaceIds) -> int:
         """Return the line that called backward: a thread of the engine has no useful Python
         stack."""
-        if spot.pass_ != Pass.BACKWARD:
+        if place_ids.pass_ != Pass.BACKWARD:
             return 0
         words, main = self._box.words, self._locator.threads.main
         line: int = words[track.cursor + CURSOR_LINE]

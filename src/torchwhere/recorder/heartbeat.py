@@ -26,7 +26,7 @@ BEAT_S = 1.0
 _STALL_BEATS = 2  # heartbeats without a recorded event, after which the job may have stalled
 _JOIN_S = 5.0
 _JOIN_FAILED_S = 1.0  # a slow file system must not delay an exception of the job for long
-_FORK_S = 2.0  # the longest time that a fork waits
+_FORK_S = 2.0  # the longest time that a fork waits for `on_stall`
 # faults in the heartbeat thread itself, which must not be blocked
 _NEVER_BLOCKED = {
     signal.SIGBUS,
@@ -46,9 +46,8 @@ class Heartbeat:
         self._box = box
         self._on_stall = on_stall
         self._over = threading.Event()
-        # Held while `on_stall` runs: it may import modules, and a forked child must not inherit a
-        # half-finished import. Reentrant, so that the thread that forks may release it if it has
-        # it.
+        # Locked while `on_stall` runs: it may import modules, and a forked child must not inherit a
+        # half-finished import. Reentrant: the thread that forks releases it only if it has it.
         self._busy = threading.RLock()
         self._thread: threading.Thread | None = None
         self._calls_on_stall = True

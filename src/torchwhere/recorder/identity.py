@@ -51,8 +51,8 @@ def store() -> str:
 
 
 def _started() -> int | None:
-    """Return when this process began, in ticks of the kernel. Together with the pid this identifies
-    it for good."""
+    """Return when this process began, in ticks of the kernel. Pid and begin together identify a
+    process, even if another process gets the pid later."""
     try:
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

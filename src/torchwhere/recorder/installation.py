@@ -1,7 +1,7 @@
 """Installs the parts of a watch in order, and removes them in the reverse order.
 
 If one part cannot be installed, all parts that are installed by then are removed. If one part
-cannot be removed, the log says so, and all other parts are removed all the same.
+cannot be removed, a log line says so, and all other parts are still removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchwhere.hooks.error_limiter import log
 
 
 def do_nothing() -> None:
-    """Fill in for a step that a part does not need."""
+    """The default for a step that a part does not need."""
 
 
 @dataclass(frozen=True, slots=True)

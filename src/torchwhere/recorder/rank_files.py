@@ -54,8 +54,8 @@ class RankFiles:
             self._stall_file.write()
 
     def rename_to(self, rank: int) -> None:
-        """Name the files after another rank. The old names stay if another process has the new
-        ones."""
+        """Name the files after another rank. The old names stay if another process uses the new
+        names."""
         if self.box.path is None:
             return
         path = self.box.path.with_name(box_name(rank))
@@ -75,7 +75,7 @@ class RankFiles:
 
     def _install_faults(self) -> None:
         assert self._faults is not None
-        # Without a free file descriptor there are no stacks; all else works.
+        # Without a free file descriptor there are no stacks; everything else works.
         with contextlib.suppress(OSError):
             self._faults.install()
         self.box.meta = self.box.meta | {"stack_signal": self._faults.signal}

@@ -127,10 +127,12 @@ class Recorder:
             The number of the record.
         """
         track = self._here()
-        spot = self.locator.spot(track)
+        place_ids = self.locator.place_ids(track)
         line, graph = self._line_and_graph(frame or python_stack.caller(1))
         extra = self._text(text)
-        return self._write(kind, track, spot, line=line, graph=graph, subject=subject, extra=extra)
+        return self._write(
+            kind, track, place_ids, line=line, graph=graph, subject=subject, extra=extra
+        )
 
     def _line_and_graph(self, frame: FrameType | None) -> LineAndGraph:
         stack, graphs = python_stack.read(frame), self._graphs
@@ -141,7 +143,7 @@ class Recorder:
         self,
         kind: Kind,
         track: Track,
-        spot: PlaceIds,
+        place_ids: PlaceIds,
         *,
         line: int,
         graph: int = 0,
@@ -151,17 +153,17 @@ class Recorder:
         number = self.box.record(
             kind,
             time.monotonic_ns(),
-            spot.pass_,
-            spot.flags,
+            place_ids.pass_,
+            place_ids.flags,
             track.number,
             self._counter.step,
-            spot.module,
-            spot.call,
+            place_ids.module,
+            place_ids.call,
             line,
             graph,
             subject,
             0,
-            spot.param,
+            place_ids.param,
             extra,
         )
         self.box.words[track.cursor + CURSOR_RECORD] = number
@@ -210,8 +212,9 @@ class Recorder:
         """Record the step of an optimizer. Returns where it was called, for `set_step`."""
         frame = python_stack.caller(1)
         track, (line, graph) = self._here(), self._line_and_graph(frame)
-        spot, entry = self.locator.spot_in_optimizer(track), self.box.intern(EntryType.PHASE, name)
-        self._write(Kind.OPTIMIZER, track, spot, line=line, graph=graph, subject=entry)
+        place_ids = self.locator.place_ids_in_optimizer(track)
+        entry = self.box.intern(EntryType.PHASE, name)
+        self._write(Kind.OPTIMIZER, track, place_ids, line=line, graph=graph, subject=entry)
         if self._native is not None:
             self.fast_path.learn_line(frame, line)
             self.fast_path.learn_name(name, entry)
@@ -230,19 +233,19 @@ class Recorder:
                 self.fast_path.learn_line(frame, line)
         else:
             line, graph = called_at
-        spot = self.locator.spot(track)
-        self._write(Kind.STEP_END, track, spot, line=line, graph=graph)
+        place_ids = self.locator.place_ids(track)
+        self._write(Kind.STEP_END, track, place_ids, line=line, graph=graph)
         self._counter.step = step
         self.box.words[track.cursor + CURSOR_STEP] = step
-        self._write(Kind.STEP_BEGIN, track, spot, line=line, graph=graph)
+        self._write(Kind.STEP_BEGIN, track, place_ids, line=line, graph=graph)
         now = time.monotonic_ns()
         if now >= self._check_file_at:
             self._check_file_at = now + _CHECK_FILE_EVERY_NS
             self.box.check_file()
 
     def rest(self, containers: tuple[Any, ...]) -> None:
-        """Let the native extension go from step to step by itself, as long as the containers keep
-        their sizes. Python has nothing left to do between steps."""
+        """Let the native extension record steps by itself, as long as the containers keep their
+        sizes: then Python has nothing to do between steps."""
         if not self._graphs.compiling:
             self.fast_path.rest(self._check_file_at, not self.step_is_users, containers)
 
@@ -254,23 +257,27 @@ class Recorder:
     # -- exceptions and places ---------------------------------------------------------------------
 
     def exception(
-        self, error: BaseException, track: Track, spot: PlaceIds, line: str | None
+        self, error: BaseException, track: Track, place_ids: PlaceIds, line: str | None
     ) -> None:
         """Record an exception of the job, and add a note with its place to it."""
-        place = self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=line)
+        place = self.locator.place_of_ids(
+            place_ids, track, rank=self.rank, step=self.step, line=line
+        )
         last = self._last_collectives()
         collectives = f"last collectives: {', '.join(last)}" if last else "no collective so far"
         error.add_note(f"{NOTE_START}{place}; {collectives}")
         text = {"text": described(error), "type": type(error).__name__, "last": last}
         line_id = self.box.intern(EntryType.LINE, line) if line else 0
-        self._write(Kind.EXCEPTION, track, spot, line=line_id, extra=self._text(text))
+        self._write(Kind.EXCEPTION, track, place_ids, line=line_id, extra=self._text(text))
 
     def place_of_node(self, node: Any) -> Place:
         """Return where an autograd node comes from: the module call that made it, or the parameter
         that it accumulates into."""
         track = self._here()
-        spot = self.locator.spot_of_node(node, track)
-        return self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=None)
+        place_ids = self.locator.place_ids_of_node(node, track)
+        return self.locator.place_of_ids(
+            place_ids, track, rank=self.rank, step=self.step, line=None
+        )
 
     def place(self, frame: FrameType | None) -> Place:
         """Return the place of the calling thread."""

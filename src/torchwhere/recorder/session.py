@@ -1,8 +1,8 @@
 """One watch of this process: installs the hooks, owns recorder and box, removes all at the end.
 
-Everything that a session installs is listed once, in `_parts`. No error of torchwhere's own reaches
-the job while it is watched. `api/watch.py` holds the one session of this process and has the
-functions that begin and end it.
+`_parts` lists everything that a session installs. No error of torchwhere itself reaches the job
+during the watch. `api/watch.py` has the one session of this process, and the functions that begin
+and end it.
 """
 
 from __future__ import annotations
@@ -284,14 +284,14 @@ class Session:
     def _start_heartbeat(self, world: int) -> None:
         """Start the heartbeat, if this rank is one of several.
 
-        Called when a process group is created: such a process has threads from then on in any
-        case. A job that forks before that has no thread of ours.
+        Called when a process group is created: from then on the process has other threads in any
+        case. A job that forks before that has no thread of torchwhere.
         """
         if world > 1 and self._box.path is not None:
             self.heartbeat.start()
 
     def _on_stall(self) -> None:
-        """Save this rank's stack, and what it can see of other ranks, whose boxes may get lost.
+        """Save this rank's stack, and a snapshot of the other ranks, whose boxes may get lost.
 
         Runs in the heartbeat thread when nothing is recorded any more, or when this rank fails.
         """
@@ -299,7 +299,7 @@ class Session:
             return
         self._files.write_stall_stack()
         if self._stall_snapshot is None:
-            # imports what reads boxes, which a job that never stalls does not need
+            # This imports the reader of boxes, which a job that never stalls does not need.
             from torchwhere.snapshots.on_stall import StallSnapshot
 
             self._stall_snapshot = StallSnapshot(self._box.path, rank=self.recorder.rank)
@@ -327,15 +327,15 @@ class Session:
             self.recorder.rest(self._groups.looked_at() + self._compilation.looked_at())
 
     def name_groups(self, *, anew: bool) -> None:
-        """Find all process groups, and name the mesh dimensions of the new ones; with `anew`, of
-        all, which takes longer."""
+        """Find all process groups, and name the mesh dimensions of new groups; with `anew`, of all
+        groups, which takes longer."""
         if anew:
             self._groups.finish()
         else:
             self._groups.refresh()
 
     def _settle_rank(self) -> None:
-        """Correct rank and world size once a process group exists: so far they were assumed."""
+        """Correct rank and world size once a process group exists: they were assumed before."""
         if not dist.is_initialized():
             return
         rank, world = dist.get_rank(), dist.get_world_size()

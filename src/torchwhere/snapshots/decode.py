@@ -99,7 +99,7 @@ def _snapshot(data: bytes) -> HostSnapshot:
         summaries, codes, steps, records, ticks, delays, pairs, groups, signatures, call_sites
     )
     _check(batch)
-    ranks = {summary.label.rank for summary in summaries}
+    ranks = {summary.box_summary.rank for summary in summaries}
     need(len(ranks) == len(summaries), "it lists a rank twice")
     statuses = {
         int(rank): _status(value, ahead_ns) for rank, value in dict_(head["statuses"]).items()
@@ -238,7 +238,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
     since_ns, last, end = or_none(int_, data["in_collective_since_ns"]), data["last"], data["end"]
     creations = list_(data.get("group_creations", []), most=64)
     return RankSummary(
-        label=_box_summary(dict_(data["label"]), host, ahead_ns),
+        box_summary=_box_summary(dict_(data["box_summary"]), host, ahead_ns),
         parts=tuple(map(_stream_slice, list_(data["parts"]))),
         last=(_stream_key(last[:3]), int_(last[3])) if last is not None else None,
         end=_event(end, ahead_ns) if end is not None else None,

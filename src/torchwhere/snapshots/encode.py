@@ -212,7 +212,7 @@ def _call_site(call_site: CallSite) -> list[Any]:
 def _rank_summary(summary: RankSummary) -> dict[str, Any]:
     last = summary.last
     return summary._asdict() | {
-        "label": _box_summary(summary.label),
+        "box_summary": _box_summary(summary.box_summary),
         "parts": [[*part.key, *part[1:]] for part in summary.parts],
         "last": [*last[0], last[1]] if last is not None else None,
         "place": summary.place.to_dict() if summary.place is not None else None,

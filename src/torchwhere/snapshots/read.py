@@ -106,12 +106,12 @@ def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> JobCalls:
     filled, stale = job_calls.copy(), set[int]()
     for number, snapshot in enumerate(_snapshots(run)):
         chosen = {
-            summary.label.path: summary
+            summary.box_summary.path: summary
             for summary in snapshot.batch.rank_summaries
             if _is_better(run, filled, wanted, summary)
         }
         filled.add_batch(snapshot.batch, encoder=_FIRST_ENCODER - number, wanted=chosen)
-        ranks = {summary.label.rank for summary in chosen.values()}
+        ranks = {summary.box_summary.rank for summary in chosen.values()}
         stale -= ranks
         if snapshot.read_ns < moved_ns:
             stale |= ranks
@@ -137,20 +137,20 @@ def _is_incomplete(job_calls: JobCalls, rank: int) -> bool:
     rank_calls = job_calls.by_rank.get(rank)
     if rank_calls is None:
         return True
-    return rank_calls.label.counts.torn_entries > 0 or rank_calls.has_lost_its_newest
+    return rank_calls.box_summary.counts.torn_entries > 0 or rank_calls.has_lost_its_newest
 
 
 def _is_better(
     run: RunSummary[Any], filled: JobCalls, wanted: list[int], summary: RankSummary
 ) -> bool:
     """Whether a snapshot has more calls of a rank than the box or an earlier snapshot."""
-    box = summary.label
+    box = summary.box_summary
     if box.rank not in wanted or box.lacks_counts or box.run != _identity(run):
         return False
     rank_calls = filled.by_rank.get(box.rank)
     if rank_calls is None:
         return True
-    return summary.records > 0 and box.last_ns >= rank_calls.label.last_ns
+    return summary.records > 0 and box.last_ns >= rank_calls.box_summary.last_ns
 
 
 def _snapshots(run: RunSummary[Any]) -> list[HostSnapshot]:

@@ -60,7 +60,7 @@ class GroupCreation(NamedTuple):
 class RankSummary(NamedTuple):
     """Everything about one rank that is not in the arrays, and where its part of them begins."""
 
-    label: BoxSummary
+    box_summary: BoxSummary
     parts: tuple[StreamSlice, ...] = ()
     last: tuple[StreamKey, int] | None = None  # stream and number of its last collective
     end: Event | None = None
@@ -157,13 +157,13 @@ class Encoder:
         calls = self._sorter.sort(records["extra"], classes, keys)
         counts = ids.counts(box, groups)
         columns, bases = _columns(box, calls)
-        own_label = summarize(box)
+        box_summary = summarize(box)
         summary = RankSummary(
-            label=own_label,
+            box_summary=box_summary,
             parts=_slices(calls, counts, at, _single_signatures(keys, own_pairs)),
             last=calls.last,
             records=int(records["number"][-1]) + 1 if len(records) else 0,
-            unnamed=_unnamed(box) if own_label.lacks_counts else None,
+            unnamed=_unnamed(box) if box_summary.lacks_counts else None,
             pairs_at=len(pairs),
             **bases,
             **_state(box),

@@ -76,12 +76,12 @@ class JobCalls:
         """
         decoded = self._decoded(batch, encoder)
         for summary in batch.rank_summaries:
-            if summary.label.path not in wanted:
+            if summary.box_summary.path not in wanted:
                 continue
-            if summary.label.lacks_counts:
+            if summary.box_summary.lacks_counts:
                 self._add_unnamed(summary)
             else:
-                rank = summary.label.rank
+                rank = summary.box_summary.rank
                 self.by_rank[rank] = self._rank_calls(rank, summary, decoded)
 
     def add_cut_box(self, box: Box) -> None:
@@ -100,7 +100,7 @@ class JobCalls:
 
     def _add_unnamed(self, summary: RankSummary) -> None:
         if summary.unnamed is not None:
-            self.unnamed_counts[summary.label.rank] = summary.unnamed
+            self.unnamed_counts[summary.box_summary.rank] = summary.unnamed
 
     def _decoded(self, batch: CallBatch, encoder: int) -> DecodedBatch:
         id_map = self._id_maps.setdefault(encoder, IdMap())
@@ -213,7 +213,7 @@ class JobCalls:
         lengths = [sum(part.length for part in summary.parts) for summary in summaries]
         begins = [summary.pairs_at for summary in summaries]
         pairs_per_rank = np.diff([*begins, len(batch.pairs)])
-        ranks = [summary.label.rank for summary in summaries]
+        ranks = [summary.box_summary.rank for summary in summaries]
         wanted = np.array([steps.get(rank, (1, 0)) for rank in ranks], np.int64)
         wanted -= [[summary.step] for summary in summaries]
         first, last = np.repeat(wanted, lengths, axis=0).T
@@ -235,7 +235,7 @@ class JobCalls:
 
     def _is_from(self, summary: RankSummary) -> bool:
         """Whether the data of a rank comes from this summary."""
-        rank_calls = self.by_rank.get(summary.label.rank)
+        rank_calls = self.by_rank.get(summary.box_summary.rank)
         return rank_calls is not None and rank_calls.rank_summary is summary
 
 

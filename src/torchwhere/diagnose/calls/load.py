@@ -82,7 +82,7 @@ def load_calls_with(
         batches.append((worker, batch))
         extractors.append(extractor)
         progress.add(len(batch.rank_summaries))
-    summaries = [summary.label for _, batch in batches for summary in batch.rank_summaries]
+    summaries = [summary.box_summary for _, batch in batches for summary in batch.rank_summaries]
     run = RunSummary(Path(folder), *choose(Path(folder), summaries))
     job_calls = JobCalls()
     wanted = {summary.path for summary in run.boxes.values()}

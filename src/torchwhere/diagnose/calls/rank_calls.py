@@ -36,8 +36,8 @@ class RankCalls:
     _box: Box | None = None
 
     @property
-    def label(self) -> BoxSummary:
-        return self.rank_summary.label
+    def box_summary(self) -> BoxSummary:
+        return self.rank_summary.box_summary
 
     @property
     def end(self) -> Event | None:
@@ -70,7 +70,7 @@ class RankCalls:
 
         Then its box was cut or damaged.
         """
-        has_wrapped = self.label.counts.overwritten > 0
+        has_wrapped = self.box_summary.counts.overwritten > 0
         # No generator: this runs several times for all ranks of a job.
         for key, count in self.counts.items():
             calls = self.calls.get(key)
@@ -86,7 +86,7 @@ class RankCalls:
         """
         if self._box is None:
             try:
-                self._box = read_box(self.label.path)
+                self._box = read_box(self.box_summary.path)
             except TorchwhereError:
                 return None
         return self._box

@@ -51,7 +51,7 @@ def rebase_numbers(job_calls: JobCalls) -> JobCalls:
 
 def _counts_at_start(rank_calls: RankCalls) -> dict[str, int]:
     """Returns the counts of groups when the watch began, by name."""
-    counts = rank_calls.label.meta.get(COUNTED)
+    counts = rank_calls.box_summary.meta.get(COUNTED)
     if not isinstance(counts, dict):
         return {}
     return {

@@ -20,7 +20,7 @@ def blocked_s(context: Context, rank: int) -> float | None:
         since_ns = rank_calls.in_collective_since_ns
         is_in_it = is_in_collective(rank_calls.last_collective, context.status(rank))
         if is_in_it and since_ns is None:
-            since_ns = rank_calls.label.last_ns
+            since_ns = rank_calls.box_summary.last_ns
         elif is_in_it is False:
             return None
     return max(0.0, context.timing.end_ns - since_ns) / 1e9 if since_ns is not None else None

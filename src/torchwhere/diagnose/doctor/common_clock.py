@@ -67,7 +67,7 @@ def by_one_clock(
     job_calls: JobCalls, window: CallWindow, align_clocks: Callable[[], HostClocks]
 ) -> tuple[CallWindow, Trust]:
     """Moves the times of a window to one clock. Returns also how far each rank can be off."""
-    metas = [job_calls.by_rank[rank].label.meta for rank in window.ranks]
+    metas = [job_calls.by_rank[rank].box_summary.meta for rank in window.ranks]
     hosts = tuple(str(meta.get("source_host") or meta.get("host") or "") for meta in metas)
     if len(set(hosts)) < 2:
         return window, Trust(hosts, (0.0,) * len(hosts))

@@ -113,7 +113,7 @@ class Context:
         has_raised = self.exits.has_failed(rank) or self.exits.was_ended_externally(rank)
         error = rank_calls.exception if has_raised else None
         place = error.place if error is not None else rank_calls.place
-        folder = f"{rank_calls.label.meta.get('folder')}/"
+        folder = f"{rank_calls.box_summary.meta.get('folder')}/"
         # the stack of a failed rank is that of its exit
         raised_at = place.line if error is not None else None
         stack_line = (user_line(self.status(rank).stack) or "").removeprefix(folder)
@@ -147,7 +147,7 @@ class Context:
         """Reports a rank whose heartbeat stopped long before the others': its Python could not
         run."""
         rank_calls = self.job_calls.by_rank[rank]
-        beat_ns = rank_calls.label.beat_ns
+        beat_ns = rank_calls.box_summary.beat_ns
         if not self.timing.is_over or not beat_ns or rank_calls.end is not None:
             return None
         earlier_s = self.timing.since_s(beat_ns)

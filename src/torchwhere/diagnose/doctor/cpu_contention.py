@@ -63,7 +63,7 @@ def cpu_contention(
 
 
 def _host(job_calls: JobCalls, rank: int) -> object:
-    return job_calls.by_rank[rank].label.meta.get("host")
+    return job_calls.by_rank[rank].box_summary.meta.get("host")
 
 
 def _share(

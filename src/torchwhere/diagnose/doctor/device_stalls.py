@@ -59,7 +59,7 @@ class DeviceStalls:
         first = _call(rank_calls, state.unreached[0])
         if first is None:
             return None
-        looked_ns = state.looked_ns or rank_calls.label.beat_ns
+        looked_ns = state.looked_ns or rank_calls.box_summary.beat_ns
         # before it was issued, the device could not reach it
         since_ns = max(state.reached_ns, rank_calls.issued_ns(first.key, first.number))
         lasted_s = (looked_ns - since_ns) / 1e9

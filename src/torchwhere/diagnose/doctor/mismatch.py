@@ -76,7 +76,9 @@ def _in_signature(window: CallWindow) -> Mismatch | None:
 def _undamaged(job_calls: JobCalls, window: CallWindow) -> CallWindow | None:
     """The window without ranks that have lost names: an unreadable place is not a different
     place."""
-    damaged = {rank for rank in window.ranks if job_calls.by_rank[rank].label.counts.torn_entries}
+    damaged = {
+        rank for rank in window.ranks if job_calls.by_rank[rank].box_summary.counts.torn_entries
+    }
     return window.without(damaged) if damaged else window
 
 

@@ -200,14 +200,14 @@ class RankExits:
 
         A rank that does not obey SIGTERM is killed later, and sends heartbeats until then.
         """
-        status, label = self.status(rank), self.job_calls.by_rank[rank].label
+        status, summary = self.status(rank), self.job_calls.by_rank[rank].box_summary
         if self.got_sigterm(rank) or self.was_interrupted:
             return False
         first = self._sigterm
         is_by_code = (
             status.exit_code is not None and (status.gone_ns or 0) <= first.seen_ns < _NEVER
         )
-        return is_by_code or 0 < max(label.last_ns, label.beat_ns) <= first.recorded_ns < _NEVER
+        return is_by_code or 0 < max(summary.last_ns, summary.beat_ns) <= first.recorded_ns < _NEVER
 
     @cached_property
     def _sigterm(self) -> _Sigterm:
@@ -233,10 +233,10 @@ class RankExits:
         """When a rank was last known alive, by a monitor, its records or its heartbeats; 0 if
         never."""
         rank_calls = self.job_calls.by_rank.get(rank)
-        signs = (
-            (rank_calls.label.last_ns, rank_calls.label.beat_ns) if rank_calls is not None else ()
-        )
-        return max(self.status(rank).alive_ns or 0, *signs, 0)
+        times = [self.status(rank).alive_ns or 0, 0]
+        if rank_calls is not None:
+            times += [rank_calls.box_summary.last_ns, rank_calls.box_summary.beat_ns]
+        return max(times)
 
     def failed_ns(self, failed: list[int]) -> list[int]:
         """When ranks failed, for those that recorded an exception."""

@@ -59,7 +59,7 @@ class Timing:
         """When a rank last recorded something, apart from being ended from outside."""
         rank_calls = self.job_calls.by_rank[rank]
         if not self.exits.was_ended_externally(rank):
-            return rank_calls.label.last_ns
+            return rank_calls.box_summary.last_ns
         return rank_calls.issued_ns(*rank_calls.last) if rank_calls.last is not None else 0
 
     def since_s(self, t_ns: int) -> float | None:

@@ -123,7 +123,7 @@ def _missing_data(context: Context) -> list[str]:
         lines.append(
             "no process of this job was seen alive: the states are those at the end of the boxes"
         )
-    wrapped = sum(rank_calls.label.counts.overwritten > 0 for rank_calls in ranks)
+    wrapped = sum(rank_calls.box_summary.counts.overwritten > 0 for rank_calls in ranks)
     if wrapped:
         lines.append(
             f"the rings of {plural(wrapped, 'rank')} have wrapped: only calls that all rings still"
