@@ -74,7 +74,7 @@ def launch(
 def test_hang_is_printed_and_ended(tmp_path: Path) -> None:
     """The monitor prints a hang, saves it and, if asked to, ends the job; afterwards the doctor
     gives the same verdict."""
-    done = launch(tmp_path, 1, "--stall", "2", "--end-with", "SIGKILL")
+    done = launch(tmp_path, 1, "--stall", "6", "--end-with", "SIGKILL")
     assert done.returncode != 0
     assert 'Rank 1 never issued all_reduce of float32 [4], #3 of group "default".' in done.stderr
     assert "ending rank 1" in done.stderr
