@@ -324,8 +324,7 @@ def test_an_error_of_a_custom_backward() -> None:
 
 
 def test_an_error_of_torch_in_backward() -> None:
-    """For an exception of torch in backward, the line is the one of the node that the engine had
-    reached, as inferred."""
+    """For an exception of torch in backward, the line is that of the node reached, as inferred."""
     with torchwhere.forward_lines():
         x = torch.ones(2, requires_grad=True)
         y = x.sin()
