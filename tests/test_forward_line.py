@@ -338,7 +338,7 @@ def test_an_error_of_torch_in_backward() -> None:
     assert line is not None
     assert line.certainty is Certainty.INFERRED
     function = test_an_error_of_torch_in_backward
-    assert whole(line) == line_of(function, 6)
+    assert whole(line) == line_of(function, 5)
 
 
 def test_an_error_of_a_forward() -> None:

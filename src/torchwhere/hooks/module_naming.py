@@ -118,7 +118,7 @@ class ModuleNamer:
         relative = name_below(outer, module)
         if relative is None:
             return None
-        # a wrapper and the module inside it have one name
+        # a wrapped module has the name of its wrapper
         name = child_name(outer_name, relative) if relative else outer_name
         self._names.set_provisional(module, name)
         return name
