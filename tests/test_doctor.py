@@ -232,7 +232,7 @@ def outcomes(
 
 
 def selected_jobs(items: list[pytest.Item]) -> list[tuple[str, int]]:
-    """Name and victim of each job that the tests of this session need."""
+    """Name and victim of each job that the selected tests need."""
     functions = [item for item in items if "outcomes" in getattr(item, "fixturenames", ())]
     parameters = [item.callspec.params for item in functions if hasattr(item, "callspec")]
     jobs = [(parameter["name"], parameter["victim"]) for parameter in parameters]

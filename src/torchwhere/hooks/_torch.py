@@ -273,6 +273,13 @@ NAMES = {
 # Only compared: the module that runs the graphs of AOTAutograd.
 AOT_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 
+# Only compared: the exceptions of these modules are control flow. torch stops a recomputation early
+# with one.
+CONTROL_FLOW_MODULES = ("torch.utils.checkpoint", "torch._dynamo.exc")
+
+# Only compared: the module whose import starts the hook for compilations.
+DYNAMO = "torch._dynamo"
+
 # Only compared: a thread with a frame of one of these modules on its stack may be about to call a
 # collective.
 COLLECTIVE_CALLERS = ("torch.distributed.", "torch._ops", "torch.autograd.graph")

@@ -27,9 +27,7 @@ from torchwhere.hooks.threads import Track
 
 NOTE_START = "torchwhere: "
 
-# Exceptions that are control flow: torch stops a recomputation early with one.
 _CONTROL_FLOW = (GeneratorExit, StopIteration)
-_CONTROL_FLOW_MODULES = ("torch.utils.checkpoint", "torch._dynamo.exc")
 
 # Adds note and event. Takes the exception, the track of the thread, the place, the user's line.
 Report = Callable[[BaseException, Track, PlaceIds, str | None], None]
@@ -126,6 +124,7 @@ class ExceptionHook:
 
 
 def _is_new(error: BaseException) -> bool:
-    if isinstance(error, _CONTROL_FLOW) or type(error).__module__.startswith(_CONTROL_FLOW_MODULES):
+    module = type(error).__module__
+    if isinstance(error, _CONTROL_FLOW) or module.startswith(_torch.CONTROL_FLOW_MODULES):
         return False
     return not any(note.startswith(NOTE_START) for note in getattr(error, "__notes__", ()))

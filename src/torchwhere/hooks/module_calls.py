@@ -169,7 +169,7 @@ def make_python_wrapper(
 
 def make_native_wrapper(calls: Any, rare: SlowPath) -> Wrapper:
     """Makes the wrapper whose hot path is in C++: `calls` is the `Calls` object of the native
-    part."""
+    extension."""
     enter, leave, compiling = calls.enter, calls.leave, torch.compiler.is_dynamo_compiling
     plain = inner = None if runs_directly(rare.original) else rare.original
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from torchwhere.core.errors import FAILED, failure
 from torchwhere.core.events import TEXT_FIELD, Kind
-from torchwhere.hooks import python_stack
+from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.backward import BackwardHook
 from torchwhere.hooks.call_chain import CallChains
 from torchwhere.hooks.collectives import CollectiveHook
@@ -156,7 +156,7 @@ class Session:
         )
         self._imports = LateImports(
             {
-                "torch._dynamo": self._compilation.install,
+                _torch.DYNAMO: self._compilation.install,
                 "deepspeed.runtime.engine": self._optimizers.watch_deepspeed,
             }
         )
@@ -192,7 +192,7 @@ class Session:
                 abandon=collectives.abandon,
             ),
             hook_part("the group creation hook", hook=self._group_creation),
-            # the import hook installs the compilation hook once torch._dynamo is imported
+            # the import hook installs the compilation hook once dynamo is imported
             part("the compilation hook", remove=self._compilation.remove),
             hook_part("the import hook", hook=self._imports),
             part("the names of objects", install=self._publish_names, remove=watched.end),
