@@ -20,7 +20,6 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks import python_stack as stack
 from torchwhere.hooks.ddp import Bucket
-from torchwhere.hooks.device import DeviceMark
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.groups import WHOLE_GROUP, StreamCounter, WatchedGroup, WatchedGroups
 from torchwhere.hooks.kernels import Kernels, below_backend_select
@@ -46,7 +45,7 @@ class CollectiveCall(NamedTuple):
     flags: int
     stack: stack.Stack
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
-    device: torch.device | None  # None: on the CPU
+    device_index: int  # -1: on the CPU
     is_on_current_stream: bool = False  # on a device: later work on the stream waits for it
 
 
@@ -59,9 +58,9 @@ class CollectiveHook:
         groups: WatchedGroups,
         *,
         bucket_of: Callable[[torch.Tensor], Bucket | None],
-        on_call: Callable[[CollectiveCall], DeviceMark | None],
-        on_bucket: Callable[[Bucket], DeviceMark | None],
-        on_launched: Callable[[DeviceMark], None],
+        on_call: Callable[[CollectiveCall], bool],
+        on_bucket: Callable[[Bucket], bool],
+        on_launched: Callable[[], None],
         turns: Any = None,
     ) -> None:
         self._box = box
@@ -134,9 +133,9 @@ class CollectiveHook:
             self._kernels = None
 
     @_torch.unseen
-    def issue(self, op: Op, args: tuple[Any, ...]) -> DeviceMark | None:
-        """Record a collective before it is launched. Returns the mark to pass to `on_launched`
-        after that, if any.
+    def issue(self, op: Op, args: tuple[Any, ...]) -> bool:
+        """Record a collective before it is launched. Returns whether to call `on_launched` after
+        that.
 
         DDP's reducer launches all-reduces from C++: in a backward whose begin was recorded, or on a
         thread of the engine without a Python stack. From the second time on a bucket is known, and
@@ -151,7 +150,7 @@ class CollectiveHook:
 
     def _issue_slowly(
         self, op: Op, args: tuple[Any, ...], frame: FrameType | None, bucket: Bucket | None
-    ) -> DeviceMark | None:
+    ) -> bool:
         looked = stack.read(frame)
         group = self._groups.of(args[op.group_at])
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
@@ -166,7 +165,7 @@ class CollectiveHook:
         flags = (FLAG_ASYNC if _is_async(op, args, looked.api) else 0) | (
             FLAG_SHADOW if looked.is_shadow else 0
         )
-        device = _accelerator(inputs or outputs)
+        device_index = _device_index(inputs or outputs)
         call = CollectiveCall(
             op,
             group,
@@ -175,8 +174,8 @@ class CollectiveHook:
             flags,
             looked,
             bucket,
-            device,
-            device is not None and op.async_at is not None and not flags & FLAG_ASYNC,
+            device_index,
+            device_index >= 0 and op.async_at is not None and not flags & FLAG_ASYNC,
         )
         if bucket is not None:
             # without the stack, which holds objects of the job
@@ -234,18 +233,18 @@ class CollectiveKernels(Kernels):
         below = below_backend_select()
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            receiver, mark = self.receiver, None
+            receiver, is_mark_due = self.receiver, False
             if receiver is not None:
                 try:
-                    mark = receiver.issue(op, args)
+                    is_mark_due = receiver.issue(op, args)
                 except Exception as error:
                     receiver.errors(error)
             else:
                 self._unreported += 1
-            if receiver is None or mark is None:
+            if receiver is None or not is_mark_due:
                 return redispatch(keyset & below, *args, **kwargs)
             launched = redispatch(keyset & below, *args, **kwargs)
-            receiver.on_launched(mark)
+            receiver.on_launched()
             return launched
 
         return kernel
@@ -322,9 +321,9 @@ def _splits(op: Op, args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...] | None
     return tuple(tuple(map(int, args[at])) for at in op.splits_at)
 
 
-def _accelerator(tensors: list[torch.Tensor]) -> torch.device | None:
-    device = tensors[0].device if tensors else None
-    return device if device is not None and device.type not in ("cpu", "meta") else None
+def _device_index(tensors: list[torch.Tensor]) -> int:
+    """The index of the accelerator that has the tensors; -1: they are on the CPU or on `meta`."""
+    return tensors[0].get_device() if tensors else -1
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -4,59 +4,54 @@ reads.
 On a GPU a collective does not block the CPU. The CPU issues all work and blocks later, so the place
 of the CPU is not the place of the job. A mark is an event on the current stream just before a
 collective: when the event completes, the device has reached the collective. If the collective runs
-on the current stream, a second mark after it shows when it was done.
+on the current stream, a second mark after it shows when it was done. The native extension sets
+further marks by itself: at steps and at places.
 
 The marks need the native extension. Without it, the progress of the device is unknown.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
 from torchwhere.blackbox.writer import BoxWriter
 
-_REACHED, _DONE = range(2)  # `Point` in device_progress.h
-
-
-class DeviceMark(NamedTuple):
-    """The arguments of a mark: a collective, and the device that it runs on."""
-
-    device_type: int
-    device_index: int
-    record: int
-    counter: int  # -1: its stream has no counter
-    total: int  # number of collectives issued in its stream, including this one
-    place: int
-    step: int
-    t_ns: int
-
 
 def may_have_device() -> bool:
     """Whether this torch was built for an accelerator. Calls neither the device nor its driver."""
-    return torch.accelerator.current_accelerator(check_available=False) is not None
+    return _accelerator_type() is not None
 
 
 class DeviceHook:
-    """Marks the collectives of one watch on their devices."""
+    """Marks the collectives and steps of one watch on their devices."""
 
     def __init__(self, box: BoxWriter) -> None:
         self._box = box
         self._native = box.native
-        self._types: dict[str, int] = {}
+        self._has_context: Callable[[], bool] | None = None  # None: nothing to wait for
         self.is_on = False
+        # The functions of the extension, without a Python frame in between: this is a hot path.
+        self.reach: Callable[[int, int, int, int, int, int, int, bool], None] = _no_mark
+        self.done: Callable[[], None] = _no_mark
+        if box.native is not None:
+            self.reach, self.done = box.native.device_reach, box.native.device_done
 
     def install(self) -> None:
-        geometry = self._box.geometry
-        if self._native is None or self._box.native_box is None or not geometry.lanes:
+        geometry, device_type = self._box.geometry, _accelerator_type()
+        native, native_box = self._native, self._box.native_box
+        if native is None or native_box is None or device_type is None or not geometry.lanes:
             return
-        self.is_on = self._native.device_begin(
-            self._box.native_box,
+        self.is_on = native.device_begin(
+            native_box,
+            device_type,
             geometry.lanes_at >> 3,
             geometry.times_at >> 3,
             (geometry.progress_at - geometry.counters_at) >> 3,
         )
+        module = getattr(torch, device_type, None)
+        self._has_context = getattr(module, "is_initialized", None) if self.is_on else None
 
     def remove(self) -> None:
         if self.is_on and self._native is not None:
@@ -69,32 +64,24 @@ class DeviceHook:
             self.is_on = False
             self._native.device_abandon()
 
-    def type_number(self, device: torch.device) -> int:
-        """The number of a type of device in C++ (`c10::DeviceType`)."""
-        assert self._native is not None
-        number = self._types.get(device.type)
-        if number is None:
-            number = self._types[device.type] = self._native.device_type(device.type)
-        return number
+    def look_for_context(self) -> None:
+        """Let marks begin once the job has initialized the device. Called now and then."""
+        has_context = self._has_context
+        if has_context is not None and self.is_on and has_context():
+            self._has_context = None
+            if self._native is not None:
+                self._native.device_ready()
 
-    def reach(self, mark: DeviceMark) -> None:
-        """Set a mark just before a collective."""
-        self._mark(_REACHED, mark)
+    def step(self, place: int, record: int) -> None:
+        """Mark the begin of a step. `record` is the number of its record."""
+        if self.is_on and self._native is not None and self._box.native_box is not None:
+            self._native.device_step(self._box.native_box, place, record)
 
-    def finish(self, mark: DeviceMark) -> None:
-        """Set a mark just after a collective that runs on the current stream."""
-        self._mark(_DONE, mark)
 
-    def _mark(self, point: int, mark: DeviceMark) -> None:
-        assert self._native is not None
-        self._native.device_mark(
-            mark.device_type,
-            mark.device_index,
-            point,
-            mark.record,
-            mark.counter,
-            mark.total,
-            mark.place,
-            mark.step,
-            mark.t_ns,
-        )
+def _no_mark(*_: int) -> None:
+    """There is no native extension."""
+
+
+def _accelerator_type() -> str | None:
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    return None if accelerator is None else accelerator.type

@@ -15,13 +15,12 @@ import torch
 
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
-from torchwhere.hooks.device import DeviceMark
 from torchwhere.hooks.error_limiter import ErrorLimiter
 
 ALL_REDUCE = "allreduce_"
 
-Issue = Callable[[tuple[Any, ...]], DeviceMark | None]
-Launched = Callable[[DeviceMark], None]
+Issue = Callable[[tuple[Any, ...]], bool]
+Launched = Callable[[], None]
 
 _library: Any = None  # of our own op
 _receiver: tuple[Issue, Launched, ErrorLimiter] | None = None  # gets the calls of our own op
@@ -68,15 +67,15 @@ def _define() -> None:
 
     @_torch.stepped_over
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        receiver, mark = _receiver, None
+        receiver, is_mark_due = _receiver, False
         if receiver is not None:
             try:
-                mark = receiver[0](args)
+                is_mark_due = receiver[0](args)
             except Exception as error:
                 receiver[2](error)
         launched = redispatch(keyset & below, *args, **kwargs)
-        if receiver is not None and mark is not None:
-            receiver[1](mark)
+        if receiver is not None and is_mark_due:
+            receiver[1]()
         return launched
 
     library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]

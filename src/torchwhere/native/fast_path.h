@@ -224,8 +224,8 @@ inline Record record_at(
   return record;
 }
 
-inline void put(FastPath* self, ThreadTrack* track, Record record) {
-  self->box->words[track->cursor + CURSOR_RECORD] = self->box->put(record);
+inline uint64_t put(FastPath* self, ThreadTrack* track, Record record) {
+  return self->box->words[track->cursor + CURSOR_RECORD] = self->box->put(record);
 }
 
 // Like `PhaseRecorder.step_begins`.
@@ -255,7 +255,8 @@ inline void go_to_step(
   put(self, track, record_at(self, track, self->step_end_kind, now, line));
   self->box->step = step;
   self->box->words[track->cursor + CURSOR_STEP] = step;
-  put(self, track, record_at(self, track, self->step_begin_kind, now, line));
+  uint64_t begin = put(self, track, record_at(self, track, self->step_begin_kind, now, line));
+  mark_step(self->box, track->top, begin, now);
   add_step(self, now);
   self->calls->forget();
 }

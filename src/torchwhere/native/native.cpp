@@ -24,8 +24,10 @@ PyMethodDef functions[] = {
     {"device_begin", torchwhere::device_begin, METH_VARARGS, nullptr},
     {"device_end", torchwhere::device_end, METH_NOARGS, nullptr},
     {"device_abandon", torchwhere::device_abandon, METH_NOARGS, nullptr},
-    {"device_mark", torchwhere::device_mark, METH_VARARGS, nullptr},
-    {"device_type", torchwhere::device_type, METH_O, nullptr},
+    {"device_ready", torchwhere::device_ready, METH_NOARGS, nullptr},
+    {"device_reach", torchwhere::method(torchwhere::device_reach), METH_FASTCALL, nullptr},
+    {"device_done", torchwhere::device_done, METH_NOARGS, nullptr},
+    {"device_step", torchwhere::method(torchwhere::device_step), METH_FASTCALL, nullptr},
     {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

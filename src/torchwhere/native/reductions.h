@@ -118,14 +118,14 @@ inline bool write(Box* box, const Launch& launch) {
   cursor[CURSOR_TIME] = record.t_ns;
   if (!launch.device.is_cpu())
     device_progress->mark(
-        launch.device,
+        launch.device.index(),
+        record.t_ns,
         {Point::REACHED,
          static_cast<int64_t>(number),
          counter,
          record.extra + 1,
          place,
-         record.step,
-         record.t_ns});
+         record.step});
   return true;
 }
 

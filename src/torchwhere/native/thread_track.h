@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 
 #include "box.h"
+#include "device_progress.h"
 
 namespace torchwhere {
 
@@ -79,6 +80,7 @@ inline void set_place(ThreadTrack* track, Box* box, uint64_t place, uint64_t t_n
   uint64_t* cursor = box->words + track->cursor;
   cursor[CURSOR_PLACE] = place;
   cursor[CURSOR_TIME] = t_ns;
+  mark_place(box, place, t_ns);
 }
 
 // Enters or leaves a backward: written to the log, with the line that called it.

@@ -34,7 +34,7 @@ from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch, compiled_graphs
 from torchwhere.hooks.collectives import CollectiveCall
 from torchwhere.hooks.ddp import Bucket
-from torchwhere.hooks.device import DeviceHook, DeviceMark
+from torchwhere.hooks.device import DeviceHook
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
 from torchwhere.recorder.graph_ids import GraphIds
@@ -90,10 +90,10 @@ class CollectiveRecorder:
             ]
         return [f"{op} #{index} on {group}" for _, op, index, group in sorted(last)[-_REMEMBERED:]]
 
-    def collective(self, call: CollectiveCall) -> DeviceMark | None:
+    def collective(self, call: CollectiveCall) -> bool:
         """Record a collective that is about to be launched.
 
-        Returns the mark to set on its device after the launch, if any.
+        Returns whether a mark on its device is due after the launch.
         """
         locator = self._locator
         stack = call.stack
@@ -114,7 +114,7 @@ class CollectiveRecorder:
             graph_id = self._graphs.id_of(graph)
         return self._record(call, track, place_ids, line, graph_id, self._beneficiary(call))
 
-    def bucket(self, bucket: Bucket) -> DeviceMark | None:
+    def bucket(self, bucket: Bucket) -> bool:
         """Record that DDP reduces a bucket again: only the number of the call is new.
 
         Costs about half as much as `collective`.
@@ -122,10 +122,10 @@ class CollectiveRecorder:
         track = self._here()
         place_ids = bucket.place_ids or self._place_ids_of_bucket(bucket, track)
         line = self._line_of_backward(track, place_ids)
-        mark = self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
+        is_mark_due = self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
         if self._native is not None and bucket.place_ids is not None:
             self._teach(bucket, bucket.call, bucket.place_ids)
-        return mark
+        return is_mark_due
 
     def _record(
         self,
@@ -135,7 +135,7 @@ class CollectiveRecorder:
         line: int,
         graph: int,
         beneficiary: int,
-    ) -> DeviceMark | None:
+    ) -> bool:
         """Write the record and count the call. Touches little: cold Python code is slow."""
         stream = call.stream
         t_ns = time.monotonic_ns()
@@ -171,32 +171,19 @@ class CollectiveRecorder:
         self._last.append((number, call.op.name, index, call.group.desc))
         for tap in self._taps:
             tap(number, call)
-        if call.device is None or not self._device.is_on:
-            return None
-        return self._mark(call, call.device, place_ids, number, index, t_ns)
-
-    def _mark(
-        self,
-        call: CollectiveCall,
-        device: torch.device,
-        place_ids: PlaceIds,
-        number: int,
-        index: int,
-        t_ns: int,
-    ) -> DeviceMark | None:
-        """Mark a collective on its device."""
-        mark = DeviceMark(
-            self._device.type_number(device),
-            device.index or 0,
+        if call.device_index < 0 or not self._device.is_on:
+            return False
+        self._device.reach(
+            call.device_index,
             number,
-            -1 if call.stream.counter is None else call.stream.counter,
+            -1 if counter is None else counter,
             index + 1,
             place_ids.packed,
             self._counter.step,
             t_ns,
+            call.is_on_current_stream,
         )
-        self._device.reach(mark)
-        return mark if call.is_on_current_stream else None
+        return call.is_on_current_stream
 
     def _teach(self, bucket: Bucket, call: CollectiveCall, place_ids: PlaceIds) -> None:
         """Let the native extension record the next all-reduces of this bucket by itself."""

@@ -50,12 +50,14 @@ class Recorder:
         *,
         rank: int,
         last_collectives: Callable[[], list[str]],
+        on_step: Callable[[int, int], None],
     ) -> None:
         self.box = box
         self.locator = locator
         self.rank = rank
         self._graphs = graphs
         self._last_collectives = last_collectives
+        self._on_step = on_step
         self._counter = box.counter
         self._native = box.native
         self._check_file_at = 0
@@ -237,7 +239,8 @@ class Recorder:
         self._write(Kind.STEP_END, track, place_ids, line=line, graph=graph)
         self._counter.step = step
         self.box.words[track.cursor + CURSOR_STEP] = step
-        self._write(Kind.STEP_BEGIN, track, place_ids, line=line, graph=graph)
+        number = self._write(Kind.STEP_BEGIN, track, place_ids, line=line, graph=graph)
+        self._on_step(place_ids.packed, number)
         now = time.monotonic_ns()
         if now >= self._check_file_at:
             self._check_file_at = now + _CHECK_FILE_EVERY_NS

@@ -91,9 +91,12 @@ class Session:
             graphs,
             rank=meta["rank"],
             last_collectives=self.collectives.last,
+            on_step=self._device.step,
         )
         self.phases = PhaseRecorder(self._box, locator, rank=meta["rank"])
-        self.heartbeat = Heartbeat(self._box, on_stall=self._on_stall)
+        self.heartbeat = Heartbeat(
+            self._box, on_stall=self._on_stall, on_beat=self._device.look_for_context
+        )
         self._make_module_hooks(locator, module_events)
         self._make_collective_hooks(locator)
         self._installation = Installation()
@@ -145,7 +148,7 @@ class Session:
             bucket_of=self._reducers.bucket,
             on_call=self.collectives.collective,
             on_bucket=self.collectives.bucket,
-            on_launched=self._device.finish,
+            on_launched=self._device.done,
             turns=self._reducers.turns,
         )
         self._group_creation = GroupCreationHook(

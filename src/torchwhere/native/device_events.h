@@ -1,0 +1,353 @@
+// Events on the streams of an accelerator, and the thread that reads them without the GIL.
+//
+// A training thread records an event on its current stream and attaches data to it. When the event
+// completes, the device has executed everything that the stream had before it. Another thread, the
+// harvester, polls the events, computes when each completed, and passes the data to a reader.
+// Nothing here waits for the device. The number of events is bounded, and events are reused.
+//
+// This code uses c10's interface for any device, so it needs no headers of CUDA. It looks up two
+// functions of the runtime by name. One tells whether a stream is being captured into a graph. The
+// other keeps a query in this thread from breaking a capture in another thread.
+#pragma once
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "box.h"
+
+namespace torchwhere {
+
+constexpr size_t MOST_LANES = 7, MOST_PENDING = 4096;  // events in use, in all lanes together
+constexpr auto HARVEST_EVERY = std::chrono::milliseconds(20);
+constexpr auto STOP_WITHIN = std::chrono::seconds(1);
+// Elapsed times are 32-bit floats of ms: over 10 s they are exact to 1 us.
+constexpr double REBASE_MS = 10'000;
+
+// -- the runtime ----------------------------------------------------------------------------------
+
+// Functions of CUDA or HIP; null if the process has not loaded them.
+struct Runtime {
+  int (*is_capturing)(void* stream, int* status) = nullptr;
+  int (*exchange_capture_mode)(int* mode) = nullptr;
+
+  explicit Runtime(c10::DeviceType type) {
+    if (type != c10::DeviceType::CUDA && type != c10::DeviceType::HIP) return;
+    for (const char* prefix : {"cuda", "hip"}) {
+      std::string name(prefix);
+      is_capturing = find<decltype(is_capturing)>(name + "StreamIsCapturing");
+      exchange_capture_mode =
+          find<decltype(exchange_capture_mode)>(name + "ThreadExchangeStreamCaptureMode");
+      if (is_capturing != nullptr && exchange_capture_mode != nullptr) return;
+    }
+  }
+
+ private:
+  template <typename Function>
+  static Function find(const std::string& name) {
+    return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name.c_str()));
+  }
+};
+
+template <typename Guard>
+auto generic_is_capturing(const Guard& guard, const c10::Stream& stream, int)
+    -> decltype(guard.isStreamCapturing(stream)) {
+  return guard.isStreamCapturing(stream);
+}
+template <typename Guard>
+bool generic_is_capturing(
+    const Guard&,
+    const c10::Stream&,
+    long) {  // a torch without this function, or a device without graphs
+  return false;
+}
+
+inline bool is_capturing(const c10::impl::VirtualGuardImpl& guard, const c10::Stream& stream) {
+  static const Runtime runtime(stream.device_type());
+  if (runtime.is_capturing == nullptr) return generic_is_capturing(guard, stream, 0);
+  int status = 0;
+  return runtime.is_capturing(stream.native_handle(), &status) != 0 || status != 0;
+}
+
+// -- events ---------------------------------------------------------------------------------------
+
+template <typename Data>
+struct PendingEvent {
+  c10::Event event;
+  uint64_t issued_ns = 0;
+  Data data{};
+  explicit PendingEvent(c10::DeviceType type) : event(type, c10::EventFlag::BACKEND_DEFAULT) {}
+};
+
+// The events of one stream. They complete in the order in which they were recorded.
+template <typename Data>
+struct Lane {
+  c10::Device device;
+  c10::StreamId stream;
+  size_t index;
+  std::deque<std::unique_ptr<PendingEvent<Data>>> pending;
+};
+
+// Maps times of the device to the clock of the host. The device reaches an event after the event
+// was issued and before a poll finds it complete: both bounds correct the estimate. If a stream is
+// idle at least once, the first bound is exact up to the cost of a launch.
+template <typename Data>
+struct DeviceClock {
+  c10::Device device;
+  std::unique_ptr<PendingEvent<Data>> base;
+  int64_t base_ns = 0;
+
+  // Returns when an event completed. If the base is too old, the event becomes the new base, and
+  // `event` then has the old base, which is free for reuse.
+  uint64_t time_of(std::unique_ptr<PendingEvent<Data>>& event, uint64_t polled_ns) {
+    auto issued = static_cast<int64_t>(event->issued_ns);
+    if (base == nullptr) {
+      base = std::move(event);
+      base_ns = issued;
+      return static_cast<uint64_t>(issued);
+    }
+    double ms = base->event.elapsedTime(event->event);
+    auto after = static_cast<int64_t>(ms * 1e6);
+    base_ns = std::min(std::max(base_ns, issued - after), static_cast<int64_t>(polled_ns) - after);
+    int64_t completed_ns = base_ns + after;
+    if (ms > REBASE_MS) {
+      std::swap(base, event);
+      base_ns = completed_ns;
+    }
+    return static_cast<uint64_t>(std::max<int64_t>(completed_ns, 0));
+  }
+};
+
+struct EventCounts {
+  uint64_t recorded = 0, completed = 0;
+  uint64_t skipped = 0;   // no event was free, or the process uses too many streams
+  uint64_t captured = 0;  // the stream was being captured into a graph
+};
+
+// -- all events of the process --------------------------------------------------------------------
+
+// Records events, and passes them to a `Reader` when they have completed. The reader has the type
+// `Data` of what is attached to an event, and these functions, all called by the harvester, without
+// the GIL and without the lock: `completed(lane, data, t_ns)`, `waits(lane, number of pending
+// events, data of the first or null)` and `polled(t_ns)`. `opened(lane)` is called by a training
+// thread at the first event of a stream.
+//
+// Never freed: threads may still use it when the process exits.
+template <typename Reader>
+struct DeviceEvents {
+  using Data = typename Reader::Data;
+  using Event = PendingEvent<Data>;
+
+  c10::DeviceType type = c10::DeviceType::CPU;
+  Reader reader;  // changed only while the harvester does not run
+  // Guards all fields below; never held while the device is polled or the reader runs.
+  std::mutex lock;
+  std::condition_variable changed;
+  std::vector<std::unique_ptr<Lane<Data>>> lanes;
+  std::vector<std::unique_ptr<Event>> pool;
+  size_t events = 0;  // number of events that exist
+  std::vector<DeviceClock<Data>> clocks;  // only the harvester uses them
+  std::atomic<bool> is_on{false};
+  bool is_running = false, has_ended = true;
+  EventCounts counts;
+  // Why events are off for good: after an error of the device, nothing polls it again.
+  std::string problem;
+
+  // Records an event on the current stream of a device. Called by training threads; never throws.
+  void record(c10::DeviceIndex index, uint64_t issued_ns, const Data& data) noexcept {
+    if (!is_on.load(std::memory_order_relaxed)) return;
+    try {
+      c10::impl::VirtualGuardImpl guard(type);
+      c10::Stream stream = guard.getStream(c10::Device(type, index));
+      bool is_captured = is_capturing(guard, stream);
+      std::lock_guard<std::mutex> locked(lock);
+      if (!is_on) return;
+      Lane<Data>* lane = is_captured ? nullptr : lane_of(stream);
+      std::unique_ptr<Event> event = lane == nullptr ? nullptr : free_event(stream.device());
+      if (event == nullptr) {
+        ++(is_captured ? counts.captured : counts.skipped);
+        return;
+      }
+      event->issued_ns = issued_ns;
+      event->data = data;
+      event->event.record(stream);  // enqueues and returns
+      lane->pending.push_back(std::move(event));
+      ++counts.recorded;
+    } catch (const std::exception& error) {
+      fail(error.what());
+    }
+  }
+
+  // Starts the harvester. Returns false if there was an error before.
+  bool start(c10::DeviceType device_type, const Reader& new_reader) {
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      if (!has_ended || !problem.empty()) return false;
+      type = device_type;
+      reader = new_reader;
+      lanes.clear();
+      clocks.clear();
+      events = pool.size();
+      counts = {};
+      is_running = is_on = true;
+      has_ended = false;
+    }
+    sigset_t all, before;  // signals of the job are for its own threads
+    sigfillset(&all);
+    for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      std::thread([this] { run(); }).detach();
+    } catch (const std::exception& error) {
+      fail(error.what());
+      has_ended = true;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return is_on;
+  }
+
+  // No event is recorded or polled after this. Returns false if the harvester is blocked in the
+  // driver: then it may still use the reader.
+  bool stop() {
+    std::unique_lock<std::mutex> guard(lock);
+    is_on = is_running = false;
+    changed.notify_all();
+    if (!changed.wait_for(guard, STOP_WITHIN, [this] { return has_ended; })) return false;
+    for (auto& lane : lanes)
+      for (auto& event : lane->pending)
+        pool.push_back(std::move(event));  // an event may be recorded again at any time
+    lanes.clear();
+    return true;
+  }
+
+ private:
+  void fail(const std::string& why) {
+    std::lock_guard<std::mutex> guard(lock);
+    if (problem.empty()) problem = why.substr(0, why.find('\n'));
+    is_on = false;
+  }
+
+  Lane<Data>* lane_of(const c10::Stream& stream) {
+    for (auto& lane : lanes)
+      if (lane->stream == stream.id() && lane->device == stream.device()) return lane.get();
+    if (lanes.size() == MOST_LANES) return nullptr;
+    lanes.push_back(
+        std::make_unique<Lane<Data>>(Lane<Data>{stream.device(), stream.id(), lanes.size(), {}}));
+    reader.opened(*lanes.back());
+    return lanes.back().get();
+  }
+
+  std::unique_ptr<Event> free_event(const c10::Device& device) {
+    for (size_t at = pool.size(); at-- > 0;) {
+      if (pool[at]->event.device_index() != device.index() &&
+          pool[at]->event.was_marked_for_recording())
+        continue;
+      std::swap(pool[at], pool.back());
+      std::unique_ptr<Event> event = std::move(pool.back());
+      pool.pop_back();
+      return event;
+    }
+    if (events == MOST_PENDING) return nullptr;
+    ++events;
+    return std::make_unique<Event>(device.type());
+  }
+
+  DeviceClock<Data>& clock_of(const c10::Device& device) {
+    for (auto& clock : clocks)
+      if (clock.device == device) return clock;
+    clocks.push_back(DeviceClock<Data>{device, nullptr});
+    return clocks.back();
+  }
+
+  // Reads the completed events of one lane. Only the harvester removes events, so the front stays
+  // valid without the lock.
+  void harvest(Lane<Data>& lane) {
+    c10::impl::VirtualGuardImpl(type).uncheckedSetDevice(lane.device);
+    while (is_on) {
+      Event* front;
+      {
+        std::lock_guard<std::mutex> guard(lock);
+        front = lane.pending.empty() ? nullptr : lane.pending.front().get();
+      }
+      if (front == nullptr || !front->event.query() || !is_on)
+        break;  // the watch may have ended during the query
+      uint64_t polled_ns = now_ns();
+      std::unique_ptr<Event> event;
+      {
+        std::lock_guard<std::mutex> guard(lock);
+        event = std::move(lane.pending.front());
+        lane.pending.pop_front();
+        ++counts.completed;
+      }
+      Data data = event->data;
+      reader.completed(lane, data, clock_of(lane.device).time_of(event, polled_ns));
+      std::lock_guard<std::mutex> guard(lock);
+      if (event != nullptr) pool.push_back(std::move(event));
+    }
+    size_t pending;
+    Data next{};
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      if (!is_on) return;
+      pending = lane.pending.size();
+      if (pending != 0) next = lane.pending.front()->data;
+    }
+    reader.waits(lane, pending, pending == 0 ? nullptr : &next);
+  }
+
+  void harvest_all() {
+    for (size_t at = 0;; ++at) {
+      Lane<Data>* lane;
+      {
+        std::lock_guard<std::mutex> guard(lock);
+        if (!is_on) return;
+        if (at >= lanes.size()) break;
+        lane = lanes[at].get();
+      }
+      harvest(*lane);
+    }
+    if (is_on) reader.polled(now_ns());
+  }
+
+  void run() {
+    try {
+      bool is_relaxed = false;
+      while (true) {
+        {
+          std::unique_lock<std::mutex> guard(lock);
+          changed.wait_for(guard, HARVEST_EVERY, [this] { return !is_running; });
+          if (!is_running) break;
+          if (lanes.empty() || !is_on) continue;
+        }
+        if (!is_relaxed) {  // a query in this thread must not break a capture in another thread
+          Runtime runtime(type);
+          int mode = 2;  // relaxed
+          if (runtime.exchange_capture_mode != nullptr) runtime.exchange_capture_mode(&mode);
+          is_relaxed = true;
+        }
+        harvest_all();
+      }
+    } catch (const std::exception& error) {
+      fail(error.what());
+    }
+    std::lock_guard<std::mutex> guard(lock);
+    has_ended = true;
+    changed.notify_all();
+  }
+};
+
+}  // namespace torchwhere
