@@ -40,6 +40,8 @@ WORLD = 4
 FAULTY_STEP = 3
 STEPS = 8
 STALL_S = 5.0
+BACKEND = os.environ.get("TORCHWHERE_TEST_BACKEND", "gloo")  # or nccl: all ranks on one GPU
+DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
 MONITOR_STALL_S = 3.0  # the monitor has reported and saved its snapshot before the job is killed
 
 
@@ -122,14 +124,26 @@ def run(name: str, victim: int, rank: int, folder: str) -> None:
     enter = FAULTS[name][1].enter
     if enter is not None:
         enter(around_name(folder), victim, rank)
+    if BACKEND == "nccl":
+        share_gpu(rank)
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
+        BACKEND, store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
     )
     torch.manual_seed(0)
     assert (native() is not None) == (os.environ.get(SWITCH) == "1")
     with torchwhere.watch(out=f"{folder}/run"):
         FAULTS[name][0](victim)
+        if BACKEND == "nccl":
+            torch.cuda.synchronize()  # as a job does that reads its loss
+
+
+def share_gpu(rank: int) -> None:
+    """Let this rank use the GPU that the other ranks use. NCCL refuses two ranks on one GPU of one
+    host, and tells hosts apart by `NCCL_HOSTID`."""
+    os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(0)
+    torch.set_default_device("cuda")
 
 
 def around_name(folder: str | Path) -> str:
@@ -373,7 +387,7 @@ def shared_by_two_groups(victim: int) -> None:
 @fault("mismatch", needs=lambda victim: {victim, victim ^ 1})
 def skipped_by_one_of_two(victim: int) -> None:
     """One rank of a tensor-parallel pair skips a layer: nothing fails, and there is no majority."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     for step in range(STEPS):
         for layer in range(3):
             if layer != 1 or not is_faulty(victim, step):
@@ -439,7 +453,7 @@ def unused_branch(victim: int) -> None:
 def skipped_layer(victim: int) -> None:
     """FSDP2 with one rank that skips a layer, and therefore its all-gather."""
     model = Net()
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh(DEVICE, (WORLD,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -462,7 +476,7 @@ def no_sync_on_one(victim: int) -> None:
 @fault("dead")
 def leaves_early(victim: int) -> None:
     """A rank of a tensor-parallel pair returns from its program successfully."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     for step in range(STEPS):
         if is_faulty(victim, step):
             return
@@ -474,7 +488,7 @@ def leaves_early(victim: int) -> None:
 def leaves_loop_early(victim: int) -> None:
     """A rank of a tensor-parallel pair does one step fewer and waits in the last barrier, with the
     other pair."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(STEPS - (dist.get_rank() == victim)):
         dist.all_reduce(torch.ones(4), group=mesh["tp"].get_group())
         torchwhere.step()
@@ -485,7 +499,7 @@ def leaves_loop_early(victim: int) -> None:
 def leaves_mesh_loop_early(victim: int) -> None:
     """The same with reductions over both dimensions of the mesh: a neighbour and its neighbour wait
     too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(STEPS - (dist.get_rank() == victim)):
         for name in ("tp", "dp"):
             dist.all_reduce(torch.ones(4), group=mesh[name].get_group())
@@ -791,7 +805,7 @@ def healthy_turns(_victim: int) -> None:
 def healthy_mesh(_victim: int) -> None:
     """FSDP2 over one dimension of a mesh, reductions over the other, and one rank that logs on its
     own between the steps."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     model = Net()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])

@@ -79,11 +79,17 @@ def fsdp2() -> nn.Module:
     return fully_shard(model)
 
 
-def train(model: nn.Module, at_step: Callable[[int], None] = lambda step: None) -> None:
+def train(
+    model: nn.Module,
+    at_step: Callable[[int], None] = lambda step: None,
+    *,
+    before_step: Callable[[], None] = lambda: None,
+) -> None:
     """Train; the victim calls `at_step` between forward and backward. The CPU never waits."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     rows = torch.randn(32, SIZE, device="cuda")
     for step in range(2000):
+        before_step()
         loss = model(rows).sum()
         if dist.get_rank() == VICTIM:
             at_step(step)
@@ -126,6 +132,26 @@ def healthy_fsdp2() -> None:
     train(fsdp2())
 
 
+@job("healthy", culprits=())
+def healthy_long_kernels() -> None:
+    """Each step of every rank has a kernel of two seconds."""
+    train(ddp(), lambda step: None, before_step=lambda: torch.cuda._sleep(int(2 * CYCLES_PER_S)))
+
+
+@job("healthy", culprits=())
+def healthy_far_ahead() -> None:
+    """The CPU issues 1,000 collectives while the device is busy, again and again."""
+    import torchwhere
+
+    x = torch.ones(1 << 12, device="cuda")
+    for _ in range(2000):
+        torch.cuda._sleep(int(2 * CYCLES_PER_S))
+        for _ in range(1000):
+            dist.all_reduce(x)
+        torchwhere.step()
+        torch.cuda.synchronize()
+
+
 # -- on the device ---------------------------------------------------------------------------------
 
 
@@ -154,6 +180,23 @@ def endless_pipeline() -> None:
         pause()
 
 
+@job("missing", on_device=True)
+def endless_tensor_parallel() -> None:
+    """A pair of ranks shares each layer, beside another pair. One device hangs in a forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE)).cuda()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    train(model, once(lambda: torch.cuda._sleep(ENDLESS)))
+
+
 @job("deadlock", on_device=True)
 def opposite_groups() -> None:
     """Two groups on one stream, used in the other order by one rank."""
@@ -171,6 +214,13 @@ def opposite_groups() -> None:
 def slow_ddp() -> None:
     """A device that is slow in each step; its CPU is not."""
     train(ddp(), lambda step: torch.cuda._sleep(int(0.2 * CYCLES_PER_S)))
+
+
+@job("straggler", on_device=True)
+def slow_sometimes() -> None:
+    """A device that is slow in every third step."""
+    pause_kernel = int(0.3 * CYCLES_PER_S)
+    train(ddp(), lambda step: torch.cuda._sleep(pause_kernel) if step % 3 == 0 else None)
 
 
 # -- on the CPU ------------------------------------------------------------------------------------
@@ -195,6 +245,15 @@ def killed() -> None:
 def extra() -> None:
     """One collective more, of another shape."""
     train(ddp(), once(lambda: dist.all_reduce(torch.ones(3, device="cuda"))))
+
+
+@job("mismatch")
+def wrong_size() -> None:
+    """One collective of half the size."""
+    x = torch.ones(1 << 20, device="cuda")
+    for step in range(2000):
+        dist.all_reduce(x[: 1 << 19] if is_faulty(step) else x)
+        pause()
 
 
 @job("mismatch")

@@ -15,11 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from nccl_jobs import JOBS
+from torchwhere.blackbox.device import device_state, device_times
+from torchwhere.blackbox.reader import read_box
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.events import Kind
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.pipeline.verdict import diagnose_folder
 
@@ -103,3 +107,28 @@ def test_fault(name: str, tmp_path: Path) -> None:
     if expected.kind not in ("healthy", "straggler"):
         later = diagnose_folder(run, stall_s=STALL_S)
         assert (later.kind, later.culprits) == (expected.kind, expected.culprits), later
+
+
+def test_places_without_collectives(tmp_path: Path) -> None:
+    """The place of the device is known in a job of one process that issues no collective."""
+    import torchwhere
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    torchwhere.start(out=tmp_path)
+    try:
+        for _ in range(20):
+            model(torch.ones(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        time.sleep(0.2)
+    finally:
+        torchwhere.stop()
+    box = read_box(tmp_path / "rank0.box")
+    state = device_state(box)
+    assert state is not None
+    assert state.place is not None
+    assert state.place.step is not None
+    assert state.place.step >= 19
+    begins = box.records["kind"] == int(Kind.STEP_BEGIN)
+    assert np.count_nonzero(device_times(box)[0][begins]) >= 19

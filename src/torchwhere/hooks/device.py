@@ -65,7 +65,7 @@ class DeviceHook:
             self._native.device_abandon()
 
     def look_for_context(self) -> None:
-        """Let marks begin once the job has initialized the device. Called now and then."""
+        """Let marks begin once the job has initialized the device."""
         has_context = self._has_context
         if has_context is not None and self.is_on and has_context():
             self._has_context = None
@@ -74,6 +74,7 @@ class DeviceHook:
 
     def step(self, place: int, record: int) -> None:
         """Mark the begin of a step. `record` is the number of its record."""
+        self.look_for_context()
         if self.is_on and self._native is not None and self._box.native_box is not None:
             self._native.device_step(self._box.native_box, place, record)
 

@@ -185,6 +185,7 @@ struct DeviceEvents {
       event->issued_ns = issued_ns;
       event->data = data;
       event->event.record(stream);  // enqueues and returns
+      if (has_ended) start_harvester();
       lane->pending.push_back(std::move(event));
       ++counts.recorded;
     } catch (const std::exception& error) {
@@ -192,32 +193,19 @@ struct DeviceEvents {
     }
   }
 
-  // Starts the harvester. Returns false if there was an error before.
+  // Lets events be recorded. Returns false if there was an error before, or if the harvester of an
+  // earlier watch is still blocked.
   bool start(c10::DeviceType device_type, const Reader& new_reader) {
-    {
-      std::lock_guard<std::mutex> guard(lock);
-      if (!has_ended || !problem.empty()) return false;
-      type = device_type;
-      reader = new_reader;
-      lanes.clear();
-      clocks.clear();
-      events = pool.size();
-      counts = {};
-      is_running = is_on = true;
-      has_ended = false;
-    }
-    sigset_t all, before;  // signals of the job are for its own threads
-    sigfillset(&all);
-    for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, fault);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-      std::thread([this] { run(); }).detach();
-    } catch (const std::exception& error) {
-      fail(error.what());
-      has_ended = true;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return is_on;
+    std::lock_guard<std::mutex> guard(lock);
+    if (!has_ended || !problem.empty()) return false;
+    type = device_type;
+    reader = new_reader;
+    lanes.clear();
+    clocks.clear();
+    events = pool.size();
+    counts = {};
+    is_running = is_on = true;
+    return true;
   }
 
   // No event is recorded or polled after this. Returns false if the harvester is blocked in the
@@ -235,6 +223,21 @@ struct DeviceEvents {
   }
 
  private:
+  // Starts the harvester, at the first event: a job that forks before it uses the device has no
+  // thread of ours.
+  void start_harvester() {
+    sigset_t all, before;  // signals of the job are for its own threads
+    sigfillset(&all);
+    for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      std::thread([this] { run(); }).detach();
+      has_ended = false;
+    } catch (const std::exception&) {  // too many threads: the next event tries again
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
   void fail(const std::string& why) {
     std::lock_guard<std::mutex> guard(lock);
     if (problem.empty()) problem = why.substr(0, why.find('\n'));
@@ -331,7 +334,7 @@ struct DeviceEvents {
           std::unique_lock<std::mutex> guard(lock);
           changed.wait_for(guard, HARVEST_EVERY, [this] { return !is_running; });
           if (!is_running) break;
-          if (lanes.empty() || !is_on) continue;
+          if (!is_on) continue;
         }
         if (!is_relaxed) {  // a query in this thread must not break a capture in another thread
           Runtime runtime(type);

@@ -40,18 +40,11 @@ _NEVER_BLOCKED = {
 
 class Heartbeat:
     """Writes heartbeats from `start` to `stop`. While no event is recorded, its thread calls
-    `on_stall`: after 2 heartbeats, 4, 8 and so on. It calls `on_beat` at each heartbeat."""
+    `on_stall`: after 2 heartbeats, 4, 8 and so on."""
 
-    def __init__(
-        self,
-        box: BoxWriter,
-        *,
-        on_stall: Callable[[], None],
-        on_beat: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, box: BoxWriter, *, on_stall: Callable[[], None]) -> None:
         self._box = box
         self._on_stall = on_stall
-        self._on_beat = on_beat
         self._over = threading.Event()
         # Locked while `on_stall` runs: it may import modules, and a forked child must not inherit a
         # half-finished import. Reentrant: the thread that forks releases it only if it has it.
@@ -104,7 +97,6 @@ class Heartbeat:
         while True:
             try:
                 self._beat()
-                self._on_beat()
                 before, state = state, self._box.present()
                 unchanged = unchanged + 1 if state == before else 0
             except Exception as error:

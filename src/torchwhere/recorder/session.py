@@ -94,9 +94,7 @@ class Session:
             on_step=self._device.step,
         )
         self.phases = PhaseRecorder(self._box, locator, rank=meta["rank"])
-        self.heartbeat = Heartbeat(
-            self._box, on_stall=self._on_stall, on_beat=self._device.look_for_context
-        )
+        self.heartbeat = Heartbeat(self._box, on_stall=self._on_stall)
         self._make_module_hooks(locator, module_events)
         self._make_collective_hooks(locator)
         self._installation = Installation()
@@ -310,6 +308,7 @@ class Session:
 
     def _on_first_call(self, module: nn.Module) -> None:
         self._reducers.meet(module)
+        self._device.look_for_context()
         self._fast_path.is_paused = True
 
     def _step_ended(self, called_at: LineAndGraph | None) -> None:

@@ -1,0 +1,77 @@
+"""The faults of `faulty_jobs.py` on NCCL, with four ranks on one GPU: what the doctor says while the
+job runs, and after it was killed.
+
+`make test-gpu` runs this file. It needs one NVIDIA GPU, and is skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from faulty_jobs import FAULTS, STALL_S
+from test_doctor import Nursery, kill, wait_for_verdict
+from test_gpu import mps
+from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.pipeline.verdict import diagnose_folder
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.checks_itself,
+]
+
+VICTIM = 2
+AT_ONCE = 2  # kernels that wait for each other occupy the GPU: more jobs starve each other
+NOT_ON_NCCL = {
+    "recv_from_any_rank",  # NCCL cannot receive from any rank
+    "oom_kill",  # a limit of the CPU's memory
+    "cable_pulled",  # all ranks share one network interface
+}
+NAMES = [name for name in FAULTS if name not in NOT_ON_NCCL]
+
+
+@pytest.fixture(scope="module")
+def verdicts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Future[list[Verdict]]]]:
+    """For each fault two verdicts: live, and after all processes were killed."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "mps").mkdir()
+    with mps(folder / "mps") as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment | {"TORCHWHERE_TEST_BACKEND": "nccl"}).items():
+            patch.setenv(name, value)
+        nursery = Nursery()
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            yield {
+                name: pool.submit(_diagnose, nursery, name, folder / name)
+                for name in os.environ.get("TORCHWHERE_FAULTS", ",".join(NAMES)).split(",")
+            }
+            pool.shutdown(cancel_futures=True)
+        nursery.close()
+
+
+def _diagnose(nursery: Nursery, name: str, folder: Path) -> list[Verdict]:
+    folder.mkdir()
+    with nursery.lock:
+        pids = nursery.start(name, VICTIM, folder)
+    try:
+        live = wait_for_verdict(folder / "run", FAULTS[name][1], most_s=45)
+    finally:
+        kill(pids[::-1])
+    return [live, diagnose_folder(folder / "run", stall_s=STALL_S)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fault(name: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
+    """The doctor finds on NCCL the fault and the rank that it finds on gloo."""
+    if name not in verdicts:
+        pytest.skip("not among TORCHWHERE_FAULTS")
+    expected = FAULTS[name][1]
+    for verdict in verdicts[name].result():
+        assert verdict.kind in expected.kinds, verdict
+        assert set(verdict.culprits) == expected.culprits(VICTIM), verdict
