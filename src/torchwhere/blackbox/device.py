@@ -17,6 +17,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.cursor_place import cursor_place
 from torchwhere.blackbox.file_format import (
     COUNTER_STREAM,
+    FLAG_ON_DEVICE,
     LANE_BYTES,
     LANE_NEXT_PLACE,
     LANE_NEXT_RECORD,
@@ -108,13 +109,24 @@ def device_state(box: Box) -> DeviceState | None:
 
 def _unreached(box: Box, lanes: list[DeviceLane]) -> tuple[int, ...]:
     """The records of the first collectives that the device has not reached."""
-    pending = [lane.next_record for lane in lanes if lane.next_record is not None]
-    if not pending:
+    first = min((_first_unreached(lane) for lane in lanes if lane.pending), default=None)
+    if first is None:
         return ()
-    numbers = box.records["number"]
-    is_issued = (box.records["kind"] == int(Kind.COLLECTIVE)) & (numbers >= min(pending))
+    numbers, flags = box.records["number"], box.records["flags"]
+    is_issued = (box.records["kind"] == int(Kind.COLLECTIVE)) & (numbers >= first)
+    is_on_device = flags & FLAG_ON_DEVICE != 0
+    if is_on_device.any():  # no mark belongs to a collective on the CPU
+        is_issued &= is_on_device
     is_waiting = is_issued & (device_times(box)[0] == 0)
     return tuple(numbers[is_waiting][:_MOST_UNREACHED].tolist())
+
+
+def _first_unreached(lane: DeviceLane) -> int:
+    """The lowest number of a collective that a lane may not have reached. If its first pending mark
+    is a place, only the last collective that it has reached is known."""
+    if lane.next_record is not None:
+        return lane.next_record
+    return 0 if lane.record is None else lane.record + 1
 
 
 def stream_progress(box: Box) -> list[StreamProgress]:

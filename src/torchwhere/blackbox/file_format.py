@@ -108,6 +108,7 @@ FLAG_ASYNC = 1
 FLAG_INFERRED = 2
 FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
+FLAG_ON_DEVICE = 32  # a collective on an accelerator
 
 
 class Record(NamedTuple):

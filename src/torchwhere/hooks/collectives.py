@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_SHADOW, EntryType
+from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_ON_DEVICE, FLAG_SHADOW, EntryType
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks import python_stack as stack
@@ -162,10 +162,12 @@ class CollectiveHook:
             self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
         )
         signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
-        flags = (FLAG_ASYNC if _is_async(op, args, looked.api) else 0) | (
-            FLAG_SHADOW if looked.is_shadow else 0
-        )
         device_index = _device_index(inputs or outputs)
+        flags = (
+            (FLAG_ASYNC if _is_async(op, args, looked.api) else 0)
+            | (FLAG_SHADOW if looked.is_shadow else 0)
+            | (FLAG_ON_DEVICE if device_index >= 0 else 0)
+        )
         call = CollectiveCall(
             op,
             group,

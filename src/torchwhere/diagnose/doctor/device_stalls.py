@@ -21,6 +21,8 @@ from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.finding import CallRef
 from torchwhere.diagnose.doctor.timing import Timing
 
+_UNUSUAL = 1.5  # times the delay that 9 of 10 collectives had
+
 
 class StalledDevice(NamedTuple):
     """A rank whose device has not reached what its CPU has issued."""
@@ -63,7 +65,7 @@ class DeviceStalls:
         # before it was issued, the device could not reach it
         since_ns = max(state.reached_ns, rank_calls.issued_ns(first.key, first.number))
         lasted_s = (looked_ns - since_ns) / 1e9
-        if lasted_s < self.timing.patience_s(rank_calls.rank, first.key):
+        if lasted_s < self._patience_s(rank_calls, first.key):
             return None
         calls = (_call(rank_calls, record) for record in state.reached)
         reached = tuple(call for call in calls if call is not None)
@@ -71,6 +73,14 @@ class DeviceStalls:
         return StalledDevice(
             rank_calls.rank, lasted_s, state.place, reached, first, tuple(sorted(waits_for))
         )
+
+    def _patience_s(self, rank_calls: RankCalls, key: StreamKey) -> float:
+        """How long a device may take to reach a collective. A job that is over cannot be given more
+        time: its device may take longer than usual, because kernels may be long."""
+        patience_s = self.timing.patience_s(rank_calls.rank, key)
+        if not self.timing.is_over:
+            return patience_s
+        return max(patience_s, _UNUSUAL * _usual_delay_s(rank_calls))
 
     def _behind(self, call: CallRef) -> Iterator[int]:
         """The other members that have not reached a collective, on the CPU or on the device."""
@@ -90,6 +100,18 @@ def has_reached(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
         return True
     record = calls.record(number)
     return record not in state.unreached and record <= max(state.unreached)
+
+
+def _usual_delay_s(rank_calls: RankCalls) -> float:
+    """How long after their issue the device reached 9 of 10 collectives."""
+    delays = [
+        calls.device_delays_ns(calls.first, calls.first + len(calls))
+        for calls in rank_calls.calls.values()
+        if calls.has_device_delays
+    ]
+    reached = [part[part >= 0] for part in delays]
+    whole = np.concatenate(reached) if reached else np.empty(0)
+    return float(np.quantile(whole, 0.9)) / 1e9 if len(whole) else 0.0
 
 
 def _call(rank_calls: RankCalls, record: int) -> CallRef | None:
