@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import device_times
@@ -63,6 +64,10 @@ class DeviceSteps:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> DeviceSteps:
+        """Some of the steps."""
+        return DeviceSteps(*(getattr(self, name)[is_chosen] for name in self.__slots__))
+
     def to_dict(self) -> dict[str, Any]:
         columns = {name: getattr(self, name).tolist() for name in ("steps", *_COLUMNS)}
         waited_for = [rank if rank != NO_RANK else None for rank in self.waited_for.tolist()]
@@ -70,16 +75,17 @@ class DeviceSteps:
 
 
 def device_steps(
-    box: Box, calls: DeviceCalls, *, clocks: Clocks | HostClocks
+    box: Box, calls: DeviceCalls, *, clocks: Clocks | HostClocks, most: int | None = MOST_STEPS
 ) -> DeviceSteps | None:
-    """The last complete steps on the device of a rank; None if there is none.
+    """The last complete steps on the device of a rank, `most` of them; None if there is none.
 
     A step begins on the device where its mark is. Without such marks, it begins at its first
     collective.
     """
     numbers, begins = _begins(box, calls, clocks)
     is_complete = np.diff(numbers) == 1
-    is_complete[:-MOST_STEPS] = False
+    if most is not None:
+        is_complete[:-most] = False
     if not is_complete.any():
         return None
     edges = begins[:-1][is_complete], begins[1:][is_complete]
