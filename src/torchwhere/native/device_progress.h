@@ -40,7 +40,6 @@ constexpr int LANE_PLACE = 0, LANE_TIME = 1, LANE_STEP = 2, LANE_ID = 3, LANE_RE
 constexpr int PROGRESS_REACHED = 0, PROGRESS_REACHED_TIME = 1, PROGRESS_DONE = 2,
               PROGRESS_DONE_TIME = 3, PROGRESS_WORDS = 4;
 constexpr int TIMES_NUMBER = 0, TIMES_REACHED = 1, TIMES_DONE = 2, TIMES_WORDS = 3;
-constexpr int TIMES_LANE_SHIFT = 56;  // in the word of the number: the lane plus 1
 constexpr auto HARVEST_EVERY = std::chrono::milliseconds(20);
 constexpr auto STOP_WITHIN = std::chrono::seconds(1);
 // Elapsed times are 32-bit floats of ms: over 10 s they are exact to 1 us.
@@ -158,15 +157,12 @@ struct DeviceSections {
     bool is_done = mark.point == Point::DONE;
     auto record = static_cast<uint64_t>(mark.record);
     uint64_t* times_of = box->words + times + record % box->capacity * TIMES_WORDS;
-    uint64_t number = record + 1;
-    bool is_new = times_of[TIMES_NUMBER] << 8 >> 8 != number;
-    if (is_new) {
+    if (times_of[TIMES_NUMBER] != record + 1) {
       times_of[TIMES_NUMBER] = 0;
       times_of[TIMES_REACHED] = times_of[TIMES_DONE] = 0;
     }
     times_of[is_done ? TIMES_DONE : TIMES_REACHED] = t_ns;
-    if (is_new)
-      times_of[TIMES_NUMBER] = number | static_cast<uint64_t>(lane.index + 1) << TIMES_LANE_SHIFT;
+    times_of[TIMES_NUMBER] = record + 1;
     if (mark.counter < 0) return;
     uint64_t* progress = box->words + mark.counter + progress_shift;
     uint64_t& count = progress[is_done ? PROGRESS_DONE : PROGRESS_REACHED];

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import device_lane_numbers, device_lanes, device_times
 from torchwhere.blackbox.file_format import FLAG_ASYNC
+from torchwhere.core.events import Kind
 from torchwhere.core.row_ids import per_distinct
 from torchwhere.diagnose.clocks.arrivals import (
     NEVER,
@@ -38,6 +39,7 @@ Bools = npt.NDArray[np.bool_]
 UNKNOWN_NS = -1
 NO_RANK = -1
 _DEFAULT_STREAM = 0
+_NO_CALLS = tuple(np.empty(0, np.int64) for _ in range(5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class DeviceCalls:
 
 
 def device_arrivals(box: Box) -> Arrivals | None:
-    """When the device of a rank reached its collectives; None if it has reached none.
+    """When the device of a rank reached its collectives; None if nothing is known about it.
 
     These are `Arrivals` with the times of the device in place of those of the CPU: `issued_ns` is
     when the device reached a collective, `next_ns` when the collective was done.
@@ -97,7 +99,7 @@ def device_arrivals(box: Box) -> Arrivals | None:
         is_reached = reached[calls.at] > 0
         if is_reached.any():
             streams[stream] = _on_device(box, calls.chosen(is_reached), reached, done)
-    return replace(by_cpu, streams=streams) if streams else None
+    return replace(by_cpu, streams=streams)
 
 
 def _on_device(
@@ -115,7 +117,7 @@ def device_calls(
     box: Box, own_arrivals: Arrivals, *, clocks: Clocks | HostClocks, job_arrivals: JobArrivals
 ) -> DeviceCalls:
     """The collectives of a rank, from its box, its arrivals and those of all ranks."""
-    parts = []
+    parts: list[tuple[Times, ...]] = [_NO_CALLS]
     for stream, calls in own_arrivals.streams.items():
         reached = clocks.aligned_ns(box.rank, calls.issued_ns)
         is_done = calls.next_ns != NEVER
@@ -154,13 +156,20 @@ def _wait_for_all(box: Box, at: Times) -> Bools:
 def _are_blocking(box: Box, at: Times, lanes: Times) -> Bools:
     """Whether each collective runs on the stream of the job.
 
-    That is the default stream, or the only stream that collectives were issued on. FSDP issues
-    its collectives on streams of its own, and the job goes on beside them.
+    That is the stream on which steps begin, else the default stream, or the only stream that has
+    marks. FSDP issues its collectives on streams of its own, and the job goes on beside them.
     """
     is_async = box.records["flags"][at] & FLAG_ASYNC != 0
-    streams = [lane.stream for lane in device_lanes(box)]
-    has_one_device = len({lane.device for lane in device_lanes(box)}) == 1
-    if len(streams) == 1:
+    if len(device_lanes(box)) == 1:
         return ~is_async
-    own = [index for index, stream in enumerate(streams) if stream == _DEFAULT_STREAM]
-    return ~is_async & np.isin(lanes, own) & has_one_device
+    return ~is_async & np.isin(lanes, _job_lanes(box))
+
+
+def _job_lanes(box: Box) -> list[int]:
+    """The lanes of the streams of the job; none if the rank uses several devices."""
+    lanes = device_lanes(box)
+    if len({lane.device for lane in lanes}) != 1:
+        return []
+    begins = device_lane_numbers(box)[box.records["kind"] == int(Kind.STEP_BEGIN)]
+    own: list[int] = np.unique(begins[begins >= 0]).tolist()
+    return own or [at for at, lane in enumerate(lanes) if lane.stream == _DEFAULT_STREAM]
