@@ -11,17 +11,17 @@ function showDevice(report) {
   const { device } = report;
   const place = el("div");
   const show = (part) => place.replaceChildren(deviceMap(device, part));
-  show("device");
+  show("waited");
   const options = [
-    ["device", "time"],
+    ["waited", "time waited for another device"],
+    ["device", "time of the step"],
     ...DEVICE_PARTS.map(([key, label]) => [key, label]),
-    ["waited", "waited for another device"],
   ];
   return [
     deviceTable(device),
     deviceLegend(),
     deviceRemarks(device),
-    el("div", { class: "controls" }, choice("Colour by", options, { value: "device", onchange: show })),
+    el("div", { class: "controls" }, choice("Colour by", options, { value: "waited", onchange: show })),
     place,
   ].flat();
 }
