@@ -56,8 +56,10 @@ def write_box(
     streams: Sequence[int] = (0,),
     host: str = "a",
     ahead_ns: int = 0,
+    has_device: bool = True,
 ) -> None:
-    """Write one box. `streams` are those of its lanes; its clock is `ahead_ns` ahead."""
+    """Write one box. `streams` are those of its lanes; its clock is `ahead_ns` ahead. Without a
+    device, the box has only what the CPU issued."""
     meta = {
         "rank": rank,
         "world_size": ranks,
@@ -67,11 +69,11 @@ def write_box(
         "started_ns": WALL_NS,
         "clock_offset_ns": WALL_NS - BOOT_NS + ahead_ns,
     }
-    box = BoxWriter(folder / box_name(rank), meta=meta, records=64, has_device=True)
+    box = BoxWriter(folder / box_name(rank), meta=meta, records=64, has_device=has_device)
     box.intern(EntryType.THREAD, "0\tMainThread")
     group = {"name": "0", "desc": "", "ranks": list(range(ranks)), "backend": "nccl"}
     box.intern(EntryType.GROUP, json.dumps(group))
-    for index, stream in enumerate(streams):
+    for index, stream in enumerate(streams if has_device else ()):
         lane_at = (box.geometry.lanes_at + index * LANE_BYTES) // 8
         box.words[lane_at + LANE_STREAM] = stream << 8 | 1
         box.words[lane_at + LANE_TIME] = BOOT_NS
@@ -85,7 +87,8 @@ def write_box(
             kind, _ns(event.issued), 1, flags, 0, event.step, 0, 0, 0, 0, subject, 0, 0, number
         )
         number += not event.is_step
-        _put_times(box, record, event)
+        if has_device:
+            _put_times(box, record, event)
     box.close()
 
 

@@ -285,7 +285,7 @@ def test_phases(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_phases_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The JSON of `phases` has each step of each device; without a device it has no such field."""
+    """The JSON of `phases` has each step of each device."""
     assert main(["phases", str(runs / "slow_ddp"), "--json", "--rank", "0"]) == 0
     device = json.loads(capsys.readouterr().out)["device"]
     assert list(device["ranks"]) == ["0"]
@@ -347,11 +347,29 @@ def test_page(runs: Path, tmp_path: Path, chromium: Browser) -> None:
         assert "CPU" in card
 
 
-def test_page_without_a_device(runs: Path) -> None:
-    """Without device data the page has no device section, and the JSON no such field."""
+def test_too_many_ranks(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report of a run with too many ranks says that it leaves out the times of the devices."""
+    monkeypatch.setattr("torchwhere.diagnose.report.device.MOST_RANKS", 3)
     report = report_json(report_on(runs / "slow_ddp"))
-    del report["device"]
+    assert "device" not in report
+    assert (
+        "times of the devices: left out, because 4 ranks are more than 3; torchwhere phases shows"
+        " them"
+    ) in report["missing"]
+
+
+def test_no_device(tmp_path: Path) -> None:
+    """Without device data, no output mentions a device."""
+    events = [DeviceEvent(step, None, issued=10 * step) for step in range(5)]
+    run = write(tmp_path / "run", events, events, has_device=False)
+    table = phases(read_run(run))
+    assert "device" not in table.to_dict()
+    assert "device" not in str(table)
+    report = report_json(report_on(run))
+    assert not {"device", "devices", "device_step"} & {*report, *report["ranks"]}
+    assert "arrival by" in report["collectives"][0]["window"]
     assert 'id="device"' not in page_html(report)
+    assert "device" not in json.dumps(traced(run, tmp_path / "out.json"))
 
 
 # -- trace -----------------------------------------------------------------------------------------

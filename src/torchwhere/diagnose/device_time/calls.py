@@ -159,10 +159,10 @@ def _are_blocking(box: Box, at: Times, lanes: Times) -> Bools:
     That is the stream on which steps begin, else the default stream, or the only stream that has
     marks. FSDP issues its collectives on streams of its own, and the job goes on beside them.
     """
-    is_async = box.records["flags"][at] & FLAG_ASYNC != 0
+    blocks: Bools = box.records["flags"][at] & FLAG_ASYNC == 0
     if len(device_lanes(box)) == 1:
-        return ~is_async
-    return ~is_async & np.isin(lanes, _job_lanes(box))
+        return blocks
+    return blocks & np.isin(lanes, _job_lanes(box))
 
 
 def _job_lanes(box: Box) -> list[int]:

@@ -124,8 +124,11 @@ def _are_pending(box: Box, calls: DeviceCalls) -> Bools:
     those after the last one that is known to have ended. A collective that blocks the stream has
     ended if the device has reached another one after it.
     """
-    has_ended = (calls.done_ns >= 0) | (calls.last_ns != UNKNOWN_NS)
+    has_ended: Bools = (calls.done_ns >= 0) | (calls.last_ns != UNKNOWN_NS)
     has_ended[:-1] |= calls.is_blocking[:-1]
-    is_over = bool((box.records["kind"] == int(Kind.END)).any())
-    last_ended = int(np.flatnonzero(has_ended)[-1]) if has_ended.any() else -1
-    return ~has_ended & (np.arange(len(calls)) > last_ended) & (not is_over)
+    is_pending: Bools = ~has_ended
+    if has_ended.any():
+        is_pending[: np.flatnonzero(has_ended)[-1]] = False
+    if (box.records["kind"] == int(Kind.END)).any():
+        is_pending[:] = False
+    return is_pending
