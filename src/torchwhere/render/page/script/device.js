@@ -62,13 +62,10 @@ function partsBar(row, most) {
   return el("div", { class: "parts", "aria-hidden": "true" }, parts);
 }
 
+/* A line for each part: its meaning is a sentence, which must wrap on a phone. */
 function deviceLegend() {
-  return el(
-    "p",
-    { class: "legend" },
-    DEVICE_PARTS.map(([key, label, meaning]) =>
-      el("span", { class: "key" }, el("span", { class: `swatch part-${key}` }), ` ${label}: ${meaning}`),
-    ),
+  return DEVICE_PARTS.map(([key, label, meaning]) =>
+    el("p", { class: "aside" }, el("span", { class: `swatch part-${key}` }), ` ${label}: ${meaning}`),
   );
 }
 
