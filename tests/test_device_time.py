@@ -28,7 +28,7 @@ from torchwhere.diagnose.device_time.calls import (
     device_calls,
 )
 from torchwhere.diagnose.device_time.job import JobDeviceTimes
-from torchwhere.diagnose.device_time.steps import _Cover
+from torchwhere.diagnose.device_time.steps import PARTS, _Cover
 from torchwhere.diagnose.phases import phases
 from torchwhere.pipeline.report import report_json, report_on
 from torchwhere.render.page.page import page_html
@@ -115,7 +115,8 @@ def test_a_device_that_has_not_arrived(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_step(tmp_path: Path) -> None:
-    """Exposed, asynchronous and compute time add up to the step, and no time counts twice."""
+    """The parts add up to the step, and no time counts twice. An asynchronous call is hidden until
+    the last mark that the stream reached before the call ended."""
     own = [
         DeviceEvent(0, 0, 5),
         DeviceEvent(0, 10, 40, is_async=True),
@@ -132,21 +133,27 @@ def test_parts_of_a_step(tmp_path: Path) -> None:
     assert steps.steps.tolist() == [0]
     assert steps.device_ns.tolist() == [100 * MS]
     assert steps.exposed_ns.tolist() == [15 * MS]
-    assert steps.async_ns.tolist() == [20 * MS]
+    assert steps.hidden_ns.tolist() == [10 * MS]
+    assert steps.unclear_ns.tolist() == [10 * MS]
     assert steps.compute_ns.tolist() == [65 * MS]
     assert (steps.waited_ns.tolist(), steps.waited_for.tolist()) == ([6 * MS], [1])
     assert steps.open_calls.tolist() == [0]
 
 
 def test_unrecorded_ends_are_counted(tmp_path: Path) -> None:
-    """An asynchronous call without an end counts until the last device reached it, and is counted
-    as open."""
-    own = [DeviceEvent(0, 0, 1), DeviceEvent(0, 10, is_async=True), DeviceEvent(1, 100, 101)]
-    other = [DeviceEvent(0, 0, 1), DeviceEvent(0, 90, is_async=True), DeviceEvent(1, 100, 101)]
+    """An asynchronous call without an end counts until the last device reached it. It is never
+    hidden, and is counted as open."""
+    asynchronous = [DeviceEvent(0, at, is_async=True) for at in (10, 90)]
+    own, other = (
+        [DeviceEvent(0, 0, 1), call, DeviceEvent(0, 92, 93), DeviceEvent(1, 100, 101)]
+        for call in asynchronous
+    )
     device = times_of(write(tmp_path, own, other))
-    assert device.by_rank[0].async_ns.tolist() == [80 * MS]
-    assert device.by_rank[1].async_ns.tolist() == [0]
-    assert device.by_rank[0].open_calls.tolist() == [1]
+    for rank, unclear_ms in ((0, 80), (1, 0)):
+        steps = device.by_rank[rank]
+        assert steps.unclear_ns.tolist() == [unclear_ms * MS]
+        assert steps.hidden_ns.tolist() == [0]
+        assert steps.open_calls.tolist() == [1]
     assert (device.usual(0).waited_for, device.usual(1).waited_for) == (1, None)
 
 
@@ -161,7 +168,7 @@ def test_streams_beside_the_job(
     events = [DeviceEvent(0, 0, 10, lane=lane), DeviceEvent(1, 100, 110, lane=lane)]
     steps = times_of(write(tmp_path, events, events, streams=streams)).by_rank[0]
     assert steps.exposed_ns.tolist() == [exposed_ms * MS]
-    assert (steps.exposed_ns + steps.async_ns).tolist() == [10 * MS]
+    assert (steps.exposed_ns + steps.unclear_ns).tolist() == [10 * MS]
 
 
 def test_step_marks(tmp_path: Path) -> None:
@@ -233,9 +240,9 @@ def test_a_slow_device(runs: Path) -> None:
         assert 150 * MS < usual.waited_ns < 210 * MS
         assert usual.compute_ns < 20 * MS
     for steps in device.by_rank.values():
-        parts = steps.compute_ns + steps.exposed_ns + steps.async_ns
-        assert (parts == steps.device_ns).all()
-        assert min(map(np.min, (steps.compute_ns, steps.exposed_ns, steps.async_ns))) >= 0
+        parts = np.stack([getattr(steps, f"{part}_ns") for part in PARTS])
+        assert (parts.sum(axis=0) == steps.device_ns).all()
+        assert (parts >= 0).all()
 
 
 def test_healthy_devices(runs: Path) -> None:
@@ -267,18 +274,18 @@ def test_phases(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "no phase was recorded",
         "",
         "device, median of 29 steps",
-        "rank    step  compute, idle  exposed      async   waited  waited for",
-        "   0  185 ms         4.5 ms  52.5 us  >= 181 ms   181 ms  rank 2 in 28 steps",
-        "   1  185 ms         4.4 ms  76.9 us  >= 181 ms   181 ms  rank 2 in 29 steps",
-        "   2  185 ms         185 ms  70.8 us       0 ns  21.9 us",
-        "   3  185 ms         4.5 ms  73.2 us  >= 181 ms   181 ms  rank 2 in 29 steps",
+        "rank    step  compute, idle  hidden  unclear  exposed   waited  waited for",
+        "   0  185 ms         4.5 ms    0 ns   181 ms  52.5 us   181 ms  rank 2 in 28 steps",
+        "   1  185 ms         4.4 ms    0 ns   181 ms  76.9 us   181 ms  rank 2 in 29 steps",
+        "   2  185 ms         185 ms    0 ns     0 ns  70.8 us  21.9 us",
+        "   3  185 ms         4.5 ms    0 ns   181 ms  73.2 us   181 ms  rank 2 in 29 steps",
         (
-            "async: a collective was in flight that is asynchronous or has its own stream. How much"
-            " of this time the job waited is not known."
+            "unclear: a collective was in flight that is asynchronous or has its own stream."
+            " Whether the job computed or waited for it is not known."
         ),
         (
-            "The end of 248 collectives was not recorded. Each counts until the last device reached"
-            " it."
+            "The end of 248 collectives was not recorded. Each counts only until the last device"
+            " reached it."
         ),
         "Devices are compared by the wall clock of the host.",
     ]

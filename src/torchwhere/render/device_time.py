@@ -11,11 +11,11 @@ from torchwhere.render.lines import Cell, Column, Line, fitted, table
 
 _MOST_ROWS = 16
 _LEAST_WAIT = 0.01  # of a step: shorter waits name no rank
-_HEADINGS = ("step", "compute, idle", "exposed", "async", "waited")
-_NARROWING = (("waited for", 0), ("async", 0))
-ASYNC = (
-    "async: a collective was in flight that is asynchronous or has its own stream. How much of this"
-    " time the job waited is not known."
+_HEADINGS = ("step", "compute, idle", "hidden", "unclear", "exposed", "waited")
+_NARROWING = (("waited for", 0), ("hidden", 0))
+UNCLEAR = (
+    "unclear: a collective was in flight that is asynchronous or has its own stream. Whether the"
+    " job computed or waited for it is not known."
 )
 
 
@@ -48,14 +48,14 @@ def _shown_ranks(usual: dict[int, UsualStep]) -> list[int]:
 
 
 def _cells(step: UsualStep) -> list[Cell]:
-    least = ">= " if step.open_calls and step.async_ns else ""
     is_long = step.waited_for is not None and step.waited_ns >= _LEAST_WAIT * step.device_ns
     waited_for = f"rank {step.waited_for} in {plural(step.waited_steps, 'step')}"
     return [
         duration(step.device_ns),
         duration(step.compute_ns),
+        duration(step.hidden_ns),
+        duration(step.unclear_ns),
         duration(step.exposed_ns),
-        least + duration(step.async_ns),
         duration(step.waited_ns),
         waited_for if is_long else "",
     ]
@@ -63,12 +63,12 @@ def _cells(step: UsualStep) -> list[Cell]:
 
 def device_time_remarks(device: JobDeviceTimes, usual: dict[int, UsualStep]) -> Iterator[str]:
     """What the times do not include, and by which clocks devices are compared."""
-    if any(step.async_ns for step in usual.values()):
-        yield ASYNC
+    if any(step.unclear_ns for step in usual.values()):
+        yield UNCLEAR
     open_calls = sum(step.open_calls for step in usual.values())
     if open_calls:
         yield (
-            f"The end of {plural(open_calls, 'collective')} was not recorded. Each counts until the"
-            " last device reached it."
+            f"The end of {plural(open_calls, 'collective')} was not recorded. Each counts only"
+            " until the last device reached it."
         )
     yield f"Devices are compared by {device.clocks}."

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torchwhere.diagnose.device_time.calls import NO_RANK, UNKNOWN_NS
-from torchwhere.diagnose.device_time.steps import DeviceSteps
+from torchwhere.diagnose.device_time.steps import PARTS, DeviceSteps
 from torchwhere.diagnose.timeline.device import DeviceSlice, DeviceTimeline, DeviceTrack
 from torchwhere.diagnose.timeline.slices import Mark
 from torchwhere.render.trace_counts import TraceCounts
@@ -67,17 +67,18 @@ class DeviceWriter:
             yield from self._collective(piece)
 
     def _steps(self, steps: DeviceSteps) -> Iterator[str]:
-        columns = (steps.steps, steps.begin_ns, steps.device_ns, steps.compute_ns)
-        parts = (steps.exposed_ns, steps.async_ns, steps.waited_ns, steps.waited_for)
+        names = ("device", *PARTS, "waited")
+        columns = [getattr(steps, f"{name}_ns") for name in names]
         where = self._where(DeviceTrack.STEPS, 0)
-        for step, begin, took, compute, exposed, other, waited, waited_for in zip(
-            *(column.tolist() for column in (*columns, *parts)), strict=True
+        for step, begin, waited_for, *times in zip(
+            *(c.tolist() for c in (steps.steps, steps.begin_ns, steps.waited_for, *columns)),
+            strict=True,
         ):
-            args = f'"step":{step},"compute_us":{_us(compute)},"exposed_us":{_us(exposed)}'
-            args += f',"async_us":{_us(other)},"waited_us":{_us(waited)}'
+            parts = zip(names[1:], times[1:], strict=True)
+            args = f'"step":{step}' + "".join(f',"{name}_us":{_us(ns)}' for name, ns in parts)
             if waited_for != NO_RANK:
                 args += f',"waited_for":{waited_for}'
-            yield self._slice(f'"name":"step {step}","cat":"device"', begin, took, where, args)
+            yield self._slice(f'"name":"step {step}","cat":"device"', begin, times[0], where, args)
 
     def _collective(self, piece: DeviceSlice) -> Iterator[str]:
         start, args = self.start_of(piece.at)

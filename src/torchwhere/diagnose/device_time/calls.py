@@ -51,13 +51,13 @@ class DeviceCalls:
 
     rank: int
     at: Times  # index of the record
-    lane: Times  # index of the device stream; -1: unknown
     reached_ns: Times
     done_ns: Times  # UNKNOWN_NS: not recorded, or not done
     last_ns: Times  # when the last device of the group reached it; UNKNOWN_NS: not all have
     last_rank: Times  # the rank of that device; NO_RANK: unknown
     waits_for_all: Bools  # whether it ends on no rank before all devices have reached it
-    # whether it blocks the stream of the job: kernels after it start when it is done
+    is_on_stream: Bools  # whether it was issued on the stream of the job
+    # whether it also runs there and blocks that stream: kernels after it start when it is done
     is_blocking: Bools
 
     def __len__(self) -> int:
@@ -133,17 +133,17 @@ def device_calls(
     at, reached, done, last_ns, last_rank = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(at)
     at = at[order]
-    lanes = device_lane_numbers(box)[at]
+    is_on_stream = on_job_stream(box, at)
     return DeviceCalls(
         rank=box.rank,
         at=at,
-        lane=lanes,
         reached_ns=reached[order],
         done_ns=done[order],
         last_ns=last_ns[order],
         last_rank=last_rank[order],
         waits_for_all=_wait_for_all(box, at),
-        is_blocking=_are_blocking(box, at, lanes),
+        is_on_stream=is_on_stream,
+        is_blocking=is_on_stream & (box.records["flags"][at] & FLAG_ASYNC == 0),
     )
 
 
@@ -153,16 +153,15 @@ def _wait_for_all(box: Box, at: Times) -> Bools:
     )
 
 
-def _are_blocking(box: Box, at: Times, lanes: Times) -> Bools:
-    """Whether each collective runs on the stream of the job.
+def on_job_stream(box: Box, at: Times) -> Bools:
+    """Whether the marks of some records are on the stream of the job.
 
     That is the stream on which steps begin, else the default stream, or the only stream that has
     marks. FSDP issues its collectives on streams of its own, and the job goes on beside them.
     """
-    blocks: Bools = box.records["flags"][at] & FLAG_ASYNC == 0
     if len(device_lanes(box)) == 1:
-        return blocks
-    return blocks & np.isin(lanes, _job_lanes(box))
+        return np.ones(len(at), np.bool_)
+    return np.isin(device_lane_numbers(box)[at], _job_lanes(box))
 
 
 def _job_lanes(box: Box) -> list[int]:

@@ -17,7 +17,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.device_time.calls import NO_RANK, device_arrivals, device_calls
-from torchwhere.diagnose.device_time.steps import DeviceSteps, device_steps
+from torchwhere.diagnose.device_time.steps import PARTS, DeviceSteps, device_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class UsualStep:
     steps: int
     device_ns: int
     compute_ns: int
+    hidden_ns: int
+    unclear_ns: int
     exposed_ns: int
-    async_ns: int
     waited_ns: int
     waited_for: int | None
     waited_steps: int
@@ -58,7 +59,7 @@ class JobDeviceTimes:
     def usual(self, rank: int) -> UsualStep:
         """The usual step of a rank."""
         own = self.by_rank[rank]
-        names = ("device_ns", "compute_ns", "exposed_ns", "async_ns", "waited_ns")
+        names = [f"{part}_ns" for part in ("device", *PARTS, "waited")]
         counts = Counter(last for last in own.waited_for.tolist() if last != NO_RANK)
         (last, times), *_ = counts.most_common(1) or [(None, 0)]
         return UsualStep(

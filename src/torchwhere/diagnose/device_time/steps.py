@@ -1,16 +1,18 @@
 """The time of a device in each step of one rank: computing, in collectives, and waiting.
 
 `device_steps` takes a box and its `DeviceCalls`, and gives `DeviceSteps`: one item a column for
-each step. Three parts add up to the time of a step:
+each step. Four parts add up to the time of a step:
 
-- *exposed*: the stream of the job was in a collective, so no kernel of the job ran on it.
-- *async*: another collective was in flight, asynchronous or on a stream of its own. Kernels may
-  have run beside it, or the stream may have waited for it: the box does not record which.
+- *exposed*: a collective blocked the stream of the job, so no kernel of the job ran on it.
+- *hidden*: other collectives were in flight, asynchronous or on a stream of their own, and the
+  stream of the job went on: it reached a later mark before they ended.
+- *unclear*: such a collective was in flight, and it is not known whether the stream went on or
+  waited for the collective.
 - *compute*: no collective was in flight. The device computed, copied, or had nothing to do.
 
 If the end of a collective was not recorded, its time counts until the last device of its group
-reached it. `open_calls` counts such collectives: with them, *exposed* and *async* are lower bounds,
-and *compute* is an upper bound.
+reached it, which is the earliest end that it can have. `open_calls` counts such collectives. With
+them, *compute* is an upper bound.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torchwhere.diagnose.clocks.line import Times
 from torchwhere.diagnose.device_time.calls import NO_RANK, DeviceCalls
 
 MOST_STEPS = 100
-_COLUMNS = ("device_ns", "compute_ns", "exposed_ns", "async_ns", "waited_ns", "open_calls")
+PARTS = ("compute", "hidden", "unclear", "exposed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class DeviceSteps:
         device_ns: The time from the begin of a step to the begin of the next one.
         compute_ns: The part of it without a collective in flight.
         exposed_ns: The part in which a collective blocked the stream of the job.
-        async_ns: The rest: the part in which only other collectives were in flight.
+        hidden_ns: The part in which only other collectives were in flight, and the stream went on.
+        unclear_ns: The same, but the stream may have waited for them.
         waited_ns: The time in which a collective waited for the device of another rank.
         waited_for: The rank of the device that it waited for longest; NO_RANK without a wait.
         open_calls: How many collectives have no recorded end.
@@ -56,7 +59,8 @@ class DeviceSteps:
     device_ns: Times
     compute_ns: Times
     exposed_ns: Times
-    async_ns: Times
+    hidden_ns: Times
+    unclear_ns: Times
     waited_ns: Times
     waited_for: Times
     open_calls: Times
@@ -69,7 +73,9 @@ class DeviceSteps:
         return DeviceSteps(*(getattr(self, name)[is_chosen] for name in self.__slots__))
 
     def to_dict(self) -> dict[str, Any]:
-        columns = {name: getattr(self, name).tolist() for name in ("steps", *_COLUMNS)}
+        parts = (f"{part}_ns" for part in PARTS)
+        names = ("steps", "device_ns", *parts, "waited_ns", "open_calls")
+        columns = {name: getattr(self, name).tolist() for name in names}
         waited_for = [rank if rank != NO_RANK else None for rank in self.waited_for.tolist()]
         return columns | {"waited_for": waited_for}
 
@@ -90,10 +96,11 @@ def device_steps(
         return None
     edges = begins[:-1][is_complete], begins[1:][is_complete]
     exposed = _Cover(calls.reached_ns[calls.is_blocking], calls.end_ns[calls.is_blocking])
+    unhidden = _Cover(*_unhidden(box, calls, clocks))
     in_flight = _Cover(calls.reached_ns, calls.end_ns)
     waits = calls.wait_ns.clip(min=0)
-    device_ns = edges[1] - edges[0]
-    exposed_ns, busy_ns = exposed.within(*edges), in_flight.within(*edges)
+    device_ns, exposed_ns = edges[1] - edges[0], exposed.within(*edges)
+    unhidden_ns, busy_ns = unhidden.within(*edges), in_flight.within(*edges)
     step_of = np.searchsorted(edges[0], calls.reached_ns, side="right") - 1
     is_inside = (step_of >= 0) & (calls.reached_ns < edges[1][step_of])
     return DeviceSteps(
@@ -102,7 +109,8 @@ def device_steps(
         device_ns=device_ns,
         compute_ns=device_ns - busy_ns,
         exposed_ns=exposed_ns,
-        async_ns=busy_ns - exposed_ns,
+        hidden_ns=busy_ns - unhidden_ns,
+        unclear_ns=unhidden_ns - exposed_ns,
         waited_ns=_Cover(calls.reached_ns, calls.reached_ns + waits).within(*edges),
         waited_for=_waited_for(calls, waits, np.where(is_inside, step_of, -1), len(device_ns)),
         open_calls=np.bincount(
@@ -111,15 +119,19 @@ def device_steps(
     )
 
 
+def _step_marks(box: Box, clocks: Clocks | HostClocks) -> tuple[Times, Times]:
+    """The records of the steps that have a mark on the device, and when the device reached it."""
+    reached = device_times(box)[0]
+    at = np.flatnonzero((box.records["kind"] == int(Kind.STEP_BEGIN)) & (reached > 0))
+    return at, clocks.aligned_ns(box.rank, as_wall_ns(box, reached[at]))
+
+
 def _begins(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[Times, Times]:
     """The numbers of the steps that the device has begun, and when it began them."""
-    records, reached = box.records, device_times(box)[0]
-    marks = np.flatnonzero((records["kind"] == int(Kind.STEP_BEGIN)) & (reached > 0))
-    if len(marks):
-        times = clocks.aligned_ns(box.rank, as_wall_ns(box, reached[marks]))
-    else:
+    marks, times = _step_marks(box, clocks)
+    if not len(marks):
         marks, times = calls.at, calls.reached_ns
-    steps = records["step"][marks].astype(np.int64)
+    steps = box.records["step"][marks].astype(np.int64)
     has_step = steps != NO_STEP
     steps, times = steps[has_step], times[has_step]
     order = np.lexsort((times, steps))
@@ -127,6 +139,22 @@ def _begins(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[
     begins = times[order][first]
     # A device may reach a collective of a step before one of an earlier step, on another stream.
     return numbers, np.maximum.accumulate(begins) if len(begins) else begins
+
+
+def _unhidden(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[Times, Times]:
+    """The begin and end of the time in which the stream may have waited for each collective.
+
+    The stream reaches its next mark only after it has waited. So it waited for a collective at most
+    from the last mark before the end of the collective until that end. If the end is not recorded,
+    the stream may have waited all the time: the clock of another device is not exact enough.
+    """
+    reached, done = calls.reached_ns[calls.is_on_stream], calls.done_ns[calls.is_blocking]
+    moments = np.sort(np.concatenate([reached, done, _step_marks(box, clocks)[1]]))
+    before = np.searchsorted(moments, calls.end_ns) - 1
+    is_resolved = ~calls.is_blocking & (calls.done_ns >= 0) & (before >= 0)
+    begins = calls.reached_ns.copy()
+    begins[is_resolved] = np.maximum(moments[before[is_resolved]], begins[is_resolved])
+    return begins, calls.end_ns
 
 
 def _waited_for(calls: DeviceCalls, waits: Times, step_of: Times, steps: int) -> Times:

@@ -17,13 +17,13 @@ from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.clocks.line import Times
 from torchwhere.diagnose.device_time.job import JobDeviceTimes, device_times_of
-from torchwhere.diagnose.device_time.steps import MOST_STEPS, DeviceSteps
+from torchwhere.diagnose.device_time.steps import MOST_STEPS, PARTS, DeviceSteps
 from torchwhere.diagnose.report.facts import NoDeviceTimes
 from torchwhere.diagnose.report.steps import rounded
 from torchwhere.diagnose.report.texts import milliseconds
 
 MOST_RANKS = 256
-PARTS = ("device", "compute", "exposed", "async", "waited")
+TIMES = ("device", *PARTS, "waited")
 
 
 def device_times(
@@ -52,12 +52,12 @@ def device_json(times: JobDeviceTimes) -> dict[str, Any]:
         "ranks": ranks,
         "ms": {
             part: [list(rounded(_row(own, part, steps))) for own in times.by_rank.values()]
-            for part in PARTS
+            for part in TIMES
         },
         "usual": [
             {
                 "steps": step.steps,
-                **{part: milliseconds(getattr(step, f"{part}_ns")) for part in PARTS},
+                **{part: milliseconds(getattr(step, f"{part}_ns")) for part in TIMES},
                 "waited_for": step.waited_for,
                 "waited_steps": step.waited_steps,
                 "open_calls": step.open_calls,

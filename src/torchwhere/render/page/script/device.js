@@ -1,9 +1,10 @@
 /* The device of each rank: the parts of its usual step as a bar, and each part by step and rank. */
 
-/* A part of a step: its key, its label, and what it means. The first three add up to the step. */
+/* A part of a step: its key, its label, and what it means. They add up to the step. */
 const DEVICE_PARTS = [
   ["compute", "compute, idle", "no collective was in flight"],
-  ["async", "async", "a collective was in flight that is asynchronous or has its own stream; how much of it the job waited is not known"],
+  ["hidden", "hidden", "a collective was in flight that is asynchronous or has its own stream, and the job went on"],
+  ["unclear", "unclear", "such a collective was in flight; whether the job computed or waited for it is not known"],
   ["exposed", "exposed", "a collective blocked the stream of the job"],
 ];
 
@@ -29,11 +30,10 @@ function showDevice(report) {
 function deviceTable(device) {
   const rows = device.ranks.map((rank, at) => ({ rank, ...device.usual[at] }));
   const most = rows.reduce((largest, row) => Math.max(largest, row.device), 0);
-  const least = (row) => (row.open_calls && row.async ? "\u2265 " : "");
   const time = (label, key, title) => ({
     label,
     value: (row) => row[key],
-    cell: (row) => (key === "async" ? least(row) : "") + duration(row[key]),
+    cell: (row) => duration(row[key]),
     isNumber: true,
     title,
   });
@@ -71,7 +71,7 @@ function deviceLegend() {
 
 function deviceRemarks(device) {
   const open = device.usual.reduce((sum, row) => sum + row.open_calls, 0);
-  const ends = `The end of ${plural(open, "collective")} was not recorded. Each counts until the last device reached it. `;
+  const ends = `The end of ${plural(open, "collective")} was not recorded. Each counts only until the last device reached it. `;
   return el("p", { class: "aside" }, open ? ends : "", `Devices are compared by ${device.clocks}.`);
 }
 
