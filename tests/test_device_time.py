@@ -416,6 +416,19 @@ def test_trace(runs: Path, tmp_path: Path) -> None:
     assert len(starts) == sum("op" in e["args"] for e in slices)
 
 
+def test_trace_of_collectives_at_once(tmp_path: Path) -> None:
+    """Collectives that overlap have lanes of their own, also if one of them ends first."""
+    own = [DeviceEvent(0, 0, 100, is_async=True), DeviceEvent(0, 10, 90, is_async=True)]
+    other = [DeviceEvent(0, 50, 100, is_async=True), DeviceEvent(0, 60, 90, is_async=True)]
+    run = write(tmp_path / "run", own, other)
+    slices = device_slices(traced(run, tmp_path / "out.json"), 0)
+    calls = [e for e in slices if "op" in e["args"]]
+    assert len({e["tid"] for e in calls}) == 2
+    waits = [e for e in slices if e["name"] == "wait for rank 1"]
+    assert [e["dur"] for e in waits] == [50_000, 50_000]
+    assert [e["args"]["transfer_us"] for e in calls] == [50_000, 30_000]
+
+
 def test_trace_of_a_hang(runs: Path, tmp_path: Path) -> None:
     """Devices that wait for a device that hangs have an unfinished collective, and the device that
     hangs does not."""

@@ -5,9 +5,9 @@ device of the group did, and when it was done.
 `JobArrivals` finds the last device of each collective from the arrivals of all ranks. With that,
 `device_calls` gives the `DeviceCalls` of a rank, as columns in aligned time.
 
-A box records the end of a collective only if the collective runs on the current stream of the
-device. The end of an asynchronous collective is then unknown, unless the box has it. What is known
-is a lower bound: most collectives end on no rank before the last device has reached them.
+A box has the end of each collective that runs on the current stream of the device. It may not have
+the end of an asynchronous collective. Then only a lower bound is known: most collectives end on no
+rank before the last device has reached them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The time of the devices of all ranks of a run, step by step.
 
-Each box is read twice: for the arrivals of its device at collectives, and for its own times. Only
-a run with device data is read.
+Each box is read twice: for the arrivals of its device at collectives, and for its own times.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ class UsualStep:
     Attributes:
         steps: How many steps there are.
         device_ns: The time of a step. The other times are parts of it: see `DeviceSteps`.
+            Medians of the parts need not add up.
         waited_for: The rank that it waited for in most steps; None without a wait.
         waited_steps: In how many steps.
         open_calls: How many collectives have no recorded end, in all steps.
@@ -51,6 +51,10 @@ class JobDeviceTimes:
     Attributes:
         by_rank: The steps of each rank that has any.
         clocks: The clocks by which devices are compared, in words.
+
+    Example:
+        device = torchwhere.phases("run/").device
+        print(device.usual(0).waited_for)
     """
 
     by_rank: dict[int, DeviceSteps]

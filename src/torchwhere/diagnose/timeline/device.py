@@ -27,7 +27,7 @@ from torchwhere.diagnose.device_time.calls import (
     device_calls,
 )
 from torchwhere.diagnose.device_time.steps import DeviceSteps, device_steps
-from torchwhere.diagnose.timeline.slices import ISSUE_NS, Mark, TimeWindow, free_lane
+from torchwhere.diagnose.timeline.slices import ISSUE_NS, Mark, TimeWindow
 
 
 class DeviceTrack(IntEnum):
@@ -109,12 +109,22 @@ def _slices(box: Box, calls: DeviceCalls, is_shown: Bools, end_ns: int) -> Itera
         calls.transfer_ns,
         calls.last_rank,
     )
-    lanes: dict[int, list[list[int]]] = {}
+    lanes: dict[int, list[int]] = {}
     for begin, end, at, track, mark, wait, transfer, last in zip(
         *(column[rows].tolist() for column in columns), strict=True
     ):
-        lane = free_lane(lanes.setdefault(track, []), begin, end)
+        lane = _free_lane(lanes.setdefault(track, []), begin, end)
         yield DeviceSlice(begin, end, at, DeviceTrack(track), lane, mark, wait, transfer, last)
+
+
+def _free_lane(ends: list[int], begin_ns: int, end_ns: int) -> int:
+    """The first lane that is free at the begin of a slice. `ends` has the end of each lane."""
+    for lane, busy_until in enumerate(ends):
+        if busy_until <= begin_ns:
+            ends[lane] = end_ns
+            return lane
+    ends.append(end_ns)
+    return len(ends) - 1
 
 
 def _are_pending(box: Box, calls: DeviceCalls) -> Bools:

@@ -309,7 +309,7 @@ def _in_lanes(slices: list[Slice]) -> Iterator[Slice]:
     slices.sort(key=itemgetter(0))
     for piece in slices:
         thread = STEPS if piece.kind == "step" else piece.thread
-        lane = free_lane(lanes.setdefault(thread, []), piece.begin_ns, piece.end_ns)
+        lane = _free_lane(lanes.setdefault(thread, []), piece.begin_ns, piece.end_ns)
         yield (
             piece
             if (lane, thread) == (0, piece.thread)
@@ -317,11 +317,7 @@ def _in_lanes(slices: list[Slice]) -> Iterator[Slice]:
         )
 
 
-def free_lane(lanes: list[list[int]], begin_ns: int, end_ns: int) -> int:
-    """Adds a slice to the first lane where it overlaps no other, and returns the lane.
-
-    `lanes` holds the ends of the slices of each lane that may go on.
-    """
+def _free_lane(lanes: list[list[int]], begin_ns: int, end_ns: int) -> int:
     for lane, ends in enumerate(lanes):
         while ends and ends[-1] <= begin_ns:
             ends.pop()
