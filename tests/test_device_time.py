@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from browser import Browser, browser
-from device_boxes import DeviceEvent, step_mark, write_box
 from test_nccl_runs import unpacked
+from timed_device_boxes import DeviceEvent, step_mark, write_box
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
@@ -169,6 +169,17 @@ def test_streams_beside_the_job(
     steps = times_of(write(tmp_path, events, events, streams=streams)).by_rank[0]
     assert steps.exposed_ns.tolist() == [exposed_ms * MS]
     assert (steps.exposed_ns + steps.unclear_ns).tolist() == [10 * MS]
+
+
+def test_a_replay_is_not_exposed(tmp_path: Path) -> None:
+    """The time of a CUDA graph with collectives includes its compute: it is unclear, and the trace
+    does not draw it as a collective."""
+    events = [DeviceEvent(0, 0, 10, is_replayed=True)] * 2 + [DeviceEvent(1, 100, 110)]
+    run = write(tmp_path / "run", events, events)
+    steps = times_of(run).by_rank[0]
+    assert (steps.exposed_ns.tolist(), steps.unclear_ns.tolist()) == ([0], [10 * MS])
+    slices = device_slices(traced(run, tmp_path / "out.json"), 0)
+    assert sum("op" in e["args"] for e in slices) == 1
 
 
 def test_step_marks(tmp_path: Path) -> None:

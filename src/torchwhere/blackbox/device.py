@@ -145,28 +145,33 @@ def device_times(box: Box) -> tuple[Words, Words]:
 
     Times are on the clock of the records (`Box.wall_ns`).
     """
-    times = _times(box)
-    return times[:, TIMES_REACHED], times[:, TIMES_DONE]
+    geometry = box.geometry
+    numbers = box.records["number"].astype(np.uint64)
+    reached, done = np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.uint64)
+    if geometry is None or not geometry.lanes:
+        return reached, done
+    slots = _section(box, geometry.times_at - geometry.lanes_at, TIMES_BYTES)
+    rows = numbers % np.uint64(geometry.capacity)
+    is_read = rows < len(slots)
+    times = slots[np.where(is_read, rows, 0)] if len(slots) else np.zeros((len(rows), 3), np.uint64)
+    is_own = is_read & (times[:, TIMES_NUMBER] & _NUMBER_MASK == numbers + np.uint64(1))
+    reached[is_own] = times[is_own, TIMES_REACHED]
+    done[is_own] = times[is_own, TIMES_DONE]
+    return reached, done
 
 
 def device_lane_numbers(box: Box) -> npt.NDArray[np.int64]:
     """The lane of each record of the box: an index of `device_lanes`; -1: unknown."""
-    return (_times(box)[:, TIMES_NUMBER] >> np.uint64(TIMES_LANE_SHIFT)).astype(np.int64) - 1
-
-
-def _times(box: Box) -> Words:
-    """The times slot of each record of the box; zeros if it has none."""
     geometry = box.geometry
     numbers = box.records["number"].astype(np.uint64)
-    times = np.zeros((len(numbers), TIMES_BYTES // 8), np.uint64)
-    if geometry is None or not geometry.lanes:
-        return times
-    slots = _section(box, geometry.times_at - geometry.lanes_at, TIMES_BYTES)
-    rows = np.flatnonzero(numbers % np.uint64(geometry.capacity) < len(slots))
-    chosen = slots[(numbers[rows] % np.uint64(geometry.capacity)).astype(np.int64)]
-    is_own = chosen[:, TIMES_NUMBER] & _NUMBER_MASK == numbers[rows] + np.uint64(1)
-    times[rows[is_own]] = chosen[is_own]
-    return times
+    words = np.zeros(len(numbers), np.uint64)
+    if geometry is not None and geometry.lanes:
+        slots = _section(box, geometry.times_at - geometry.lanes_at, TIMES_BYTES)
+        rows = (numbers % np.uint64(geometry.capacity)).astype(np.int64)
+        is_read = rows < len(slots)
+        words[is_read] = slots[rows[is_read], TIMES_NUMBER]
+        words[words & _NUMBER_MASK != numbers + np.uint64(1)] = 0
+    return (words >> np.uint64(TIMES_LANE_SHIFT)).astype(np.int64) - 1
 
 
 def _section(box: Box, start: int, slot_bytes: int) -> Words:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import device_lane_numbers, device_lanes, device_times
-from torchwhere.blackbox.file_format import FLAG_ASYNC
+from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_REPLAYED
 from torchwhere.core.events import Kind
 from torchwhere.core.row_ids import per_distinct
 from torchwhere.diagnose.clocks.arrivals import (
@@ -59,6 +59,8 @@ class DeviceCalls:
     is_on_stream: Bools  # whether it was issued on the stream of the job
     # whether it also runs there and blocks that stream: kernels after it start when it is done
     is_blocking: Bools
+    # whether a replay of a CUDA graph issued it: then its times are those of the whole replay
+    is_replayed: Bools
 
     def __len__(self) -> int:
         return len(self.at)
@@ -133,7 +135,8 @@ def device_calls(
     at, reached, done, last_ns, last_rank = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(at)
     at = at[order]
-    is_on_stream = on_job_stream(box, at)
+    is_on_stream, flags = on_job_stream(box, at), box.records["flags"][at]
+    is_replayed = flags & FLAG_REPLAYED != 0
     return DeviceCalls(
         rank=box.rank,
         at=at,
@@ -143,7 +146,8 @@ def device_calls(
         last_rank=last_rank[order],
         waits_for_all=_wait_for_all(box, at),
         is_on_stream=is_on_stream,
-        is_blocking=is_on_stream & (box.records["flags"][at] & FLAG_ASYNC == 0),
+        is_blocking=is_on_stream & (flags & FLAG_ASYNC == 0) & ~is_replayed,
+        is_replayed=is_replayed,
     )
 
 

@@ -7,7 +7,7 @@ each step. Four parts add up to the time of a step:
 - *hidden*: other collectives were in flight, asynchronous or on a stream of their own, and the
   stream of the job went on: it reached a later mark before they ended.
 - *unclear*: such a collective was in flight, and it is not known whether the stream went on or
-  waited for the collective.
+  waited for the collective. A replay of a CUDA graph that contains a collective counts as a whole.
 - *compute*: no collective was in flight. The device computed, copied, or had nothing to do.
 
 If the end of a collective was not recorded, its time counts until the last device of its group

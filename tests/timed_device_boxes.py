@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchwhere.blackbox.file_format import (
     FLAG_ASYNC,
+    FLAG_REPLAYED,
     LANE_BYTES,
     LANE_STREAM,
     LANE_TIME,
@@ -41,6 +42,7 @@ class DeviceEvent:
     is_async: bool = False
     lane: int | None = 0  # None: unknown
     is_step: bool = False
+    is_replayed: bool = False
 
 
 def step_mark(step: int, reached: float | None) -> DeviceEvent:
@@ -82,7 +84,7 @@ def write_box(
         fields = {"op": event.op, "group": "0", "dtype": "float32", "shapes": [[4]], "bytes": 16}
         subject = 0 if event.is_step else box.intern(EntryType.COLLECTIVE, json.dumps(fields))
         kind = Kind.STEP_BEGIN if event.is_step else Kind.COLLECTIVE
-        flags = FLAG_ASYNC * event.is_async
+        flags = FLAG_ASYNC * event.is_async | FLAG_REPLAYED * event.is_replayed
         record = box.record(
             kind, _ns(event.issued), 1, flags, 0, event.step, 0, 0, 0, 0, subject, 0, 0, number
         )
