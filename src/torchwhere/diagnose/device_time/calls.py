@@ -21,7 +21,6 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import device_lane_numbers, device_lanes, device_times
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_REPLAYED
 from torchwhere.core.events import Kind
-from torchwhere.core.row_ids import per_distinct
 from torchwhere.diagnose.clocks.arrivals import (
     NEVER,
     Arrivals,
@@ -152,9 +151,9 @@ def device_calls(
 
 
 def _wait_for_all(box: Box, at: Times) -> Bools:
-    return per_distinct(
-        box.records["subject"][at], lambda subject: waits_for_all(box.value(subject)), np.bool_
-    )
+    subjects = box.records["subject"][at]
+    waiting = [own for own in np.unique(subjects).tolist() if waits_for_all(box.value(own))]
+    return np.isin(subjects, waiting)
 
 
 def on_job_stream(box: Box, at: Times) -> Bools:
