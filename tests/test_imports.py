@@ -23,6 +23,7 @@ PACKAGES = (
     "diagnose.doctor",
     "diagnose.dump_facts",
     "diagnose.groups",
+    "diagnose.device_time",
     "diagnose.phases",
     "diagnose.comms",
     "diagnose.diff",

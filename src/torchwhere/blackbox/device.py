@@ -34,6 +34,7 @@ from torchwhere.blackbox.file_format import (
     PROGRESS_REACHED_TIME,
     TIMES_BYTES,
     TIMES_DONE,
+    TIMES_LANE_SHIFT,
     TIMES_NUMBER,
     TIMES_REACHED,
     unpack_stream,
@@ -43,6 +44,7 @@ from torchwhere.core.place import Place
 
 Words = npt.NDArray[np.uint64]
 _MOST_UNREACHED = 256
+_NUMBER_MASK = np.uint64((1 << TIMES_LANE_SHIFT) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +166,24 @@ def device_times(box: Box) -> tuple[Words, Words]:
     rows = numbers % np.uint64(geometry.capacity)
     is_read = rows < len(slots)
     times = slots[np.where(is_read, rows, 0)] if len(slots) else np.zeros((len(rows), 3), np.uint64)
-    is_own = is_read & (times[:, TIMES_NUMBER] == numbers + np.uint64(1))
+    is_own = is_read & (times[:, TIMES_NUMBER] & _NUMBER_MASK == numbers + np.uint64(1))
     reached[is_own] = times[is_own, TIMES_REACHED]
     done[is_own] = times[is_own, TIMES_DONE]
     return reached, done
+
+
+def device_lane_numbers(box: Box) -> npt.NDArray[np.int64]:
+    """The lane of each record of the box: an index of `device_lanes`; -1: unknown."""
+    geometry = box.geometry
+    numbers = box.records["number"].astype(np.uint64)
+    words = np.zeros(len(numbers), np.uint64)
+    if geometry is not None and geometry.lanes:
+        slots = _section(box, geometry.times_at - geometry.lanes_at, TIMES_BYTES)
+        rows = (numbers % np.uint64(geometry.capacity)).astype(np.int64)
+        is_read = rows < len(slots)
+        words[is_read] = slots[rows[is_read], TIMES_NUMBER]
+        words[words & _NUMBER_MASK != numbers + np.uint64(1)] = 0
+    return (words >> np.uint64(TIMES_LANE_SHIFT)).astype(np.int64) - 1
 
 
 def _section(box: Box, start: int, slot_bytes: int) -> Words:

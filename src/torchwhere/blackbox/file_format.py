@@ -91,8 +91,10 @@ COUNTER_STREAM, COUNTER_COUNT, COUNTER_TIME, COUNTER_RECORD = range(4)
 ) = range(8)
 # Words of a progress slot, which belongs to the counter of the same index.
 PROGRESS_REACHED, PROGRESS_REACHED_TIME, PROGRESS_DONE, PROGRESS_DONE_TIME = range(4)
-# Words of a times slot, which belongs to the record of the same slot.
+# Words of a times slot, which belongs to the record of the same slot. The highest byte of the
+# number is the index of the lane plus 1; 0: unknown.
 TIMES_NUMBER, TIMES_REACHED, TIMES_DONE = range(3)
+TIMES_LANE_SHIFT = 56
 # The stream of a counter in one word: an entry id above, then source + 1, then destination + 1.
 STREAM_ID_SHIFT = 40
 STREAM_SOURCE_SHIFT = 20
@@ -108,6 +110,7 @@ FLAG_ASYNC = 1
 FLAG_INFERRED = 2
 FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
+FLAG_REPLAYED = 16
 FLAG_ON_DEVICE = 32  # a collective on an accelerator
 
 

@@ -25,18 +25,14 @@ from torchwhere.commands.arguments import (
 )
 from torchwhere.core.atomic_file import destination, destination_folder
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.rank_text import ranks_phrase
-from torchwhere.core.sanitize import plural
 
 if TYPE_CHECKING:
-    from torchwhere.diagnose.clocks.clocks import Clock, Clocks
+    from torchwhere.diagnose.clocks.clocks import Clocks
     from torchwhere.diagnose.timeline.load import RunTimelines
-    from torchwhere.render.trace import TraceCounts
+    from torchwhere.render.trace_counts import TraceCounts
 
 _MOST_STEP = 0xFFFFFFFE
 _LEVEL = 3  # of compression: a sixth larger than the best level, in a fifth of the time
-_MOST_CLOCKS = 8  # printed
-_MOST_DOUBT_NS = 1e6  # a smaller uncertainty is not printed
 
 
 def add(commands: Any) -> None:
@@ -99,20 +95,25 @@ def _trace(arguments: argparse.Namespace) -> int:
         raise TorchwhereError("-o - and --json both write to stdout: give only one of them")
     if not out:
         raise TorchwhereError("the file name after -o is empty: give a file")
-    if _is_folder(out):
-        written = _write_folder(Path(out), arguments)
-    else:
-        written = _write_file(out, arguments)
+    from torchwhere.render.trace_summary import NO_MODULES, trace_summary
+
+    is_folder = _is_folder(out)
+    written = _write_folder(Path(out), arguments) if is_folder else _write_file(out, arguments)
     if not written.counts.has_modules:
-        print_message(
-            "the run has no module calls. To record them, use torchwhere run --module-events or"
-            " watch(module_events=True)"
-        )
+        print_message(NO_MODULES)
     if arguments.json:
         summary = {"file": out, "bytes": written.size, **written.counts.to_dict()}
         print_json([summary | {"clocks": written.clocks.to_dict()}])
     elif out != "-":
-        print_sentences(_summary(out, written))
+        print_sentences(
+            trace_summary(
+                out,
+                written.counts,
+                clocks=written.clocks,
+                size=written.size,
+                is_folder=is_folder,
+            )
+        )
     return 0
 
 
@@ -122,6 +123,7 @@ def _loaded(arguments: argparse.Namespace) -> Iterator[RunTimelines]:
     from torchwhere.core.gc_pause import gc_paused
     from torchwhere.diagnose.timeline.load import load_timelines
     from torchwhere.render.progress import progress_bar
+    from torchwhere.render.trace_summary import lacking_text
 
     with gc_paused(), progress_bar("reading boxes") as on_progress:
         timelines = load_timelines(
@@ -133,7 +135,7 @@ def _loaded(arguments: argparse.Namespace) -> Iterator[RunTimelines]:
         for caveat in timelines.run.caveats():
             print_message(caveat)
         if timelines.lacking:
-            print_message(f"left out, none of these steps: {ranks_phrase(timelines.lacking)}")
+            print_message(lacking_text(timelines.lacking))
         yield timelines
 
 
@@ -162,8 +164,9 @@ def _pieces(timelines: RunTimelines, counts: TraceCounts) -> Iterator[str]:
 def _write_folder(folder: Path, arguments: argparse.Namespace) -> _Written:
     """Write one file for each rank."""
     from torchwhere.render import trace
+    from torchwhere.render.trace_counts import TraceCounts
 
-    counts = trace.TraceCounts()
+    counts = TraceCounts()
     names = set()
     size = 0
     with destination_folder(folder) as part, _loaded(arguments) as timelines:
@@ -184,18 +187,16 @@ def _write_folder(folder: Path, arguments: argparse.Namespace) -> _Written:
 
 def _warn_of_other_files(folder: Path, written: set[str]) -> None:
     """HTA reads every file in the folder, also those of an earlier trace with more ranks."""
+    from torchwhere.render.trace_summary import other_files_text
+
     others = sorted({path.name for path in folder.glob("rank*.json*")} - written)
     if others:
-        listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
-        print_message(
-            f"{folder} also holds {listed}, from another trace. HTA reads every file in the folder:"
-            " delete those"
-        )
+        print_message(other_files_text(folder, others))
 
 
 def _write_file(out: str, arguments: argparse.Namespace) -> _Written:
     """Write one file with all ranks."""
-    from torchwhere.render.trace import TraceCounts
+    from torchwhere.render.trace_counts import TraceCounts
 
     counts = TraceCounts()
     if out == "-":
@@ -217,40 +218,3 @@ def _write(file: IO[bytes], pieces: Iterable[str], *, is_packed: bool) -> int:
     else:
         file.writelines(piece.encode() for piece in pieces)
     return file.tell() if file.seekable() else 0
-
-
-# -- the summary -----------------------------------------------------------------------------------
-
-
-def _summary(out: str, written: _Written) -> Iterator[str]:
-    counts = written.counts
-    unfinished = f", {counts.unfinished} unfinished" if counts.unfinished else ""
-    yield (
-        f"{out}: {plural(len(counts.ranks), 'rank')}, {counts.slices:,} slices{unfinished},"
-        f" {counts.flows:,} arrows, {written.size / 1e6:.1f} MB"
-    )
-    others = [clock for clock in written.clocks.clocks if clock.evidence != "reference"]
-    for clock in others[:_MOST_CLOCKS]:
-        yield f"clock of {clock.host or '?'} ({ranks_phrase(clock.ranks)}): {_clock_text(clock)}"
-    if len(others) > _MOST_CLOCKS:
-        yield f"and {len(others) - _MOST_CLOCKS} more clocks; --json lists all of them"
-    yield (
-        "One file for each rank, for HTA"
-        if _is_folder(out)
-        else "Open it in https://ui.perfetto.dev"
-    )
-
-
-def _clock_text(clock: Clock) -> str:
-    if clock.evidence == "unmatched":
-        return "not aligned, because it shares no call with the first clock"
-    doubt_ns = clock.uncertainty_ns or 0.0
-    doubt = f", at most {doubt_ns / 1e6:,.1f} ms off" if doubt_ns > _MOST_DOUBT_NS else ""
-    if clock.evidence == "wall clock":
-        return f"not changed, because nothing contradicts it{doubt}"
-    offset_ns = clock.line.offset_ns
-    direction = "ahead" if offset_ns >= 0 else "behind"
-    return (
-        f"was {abs(offset_ns) / 1e6:,.3f} ms {direction}, {clock.line.slope * 1e6:+.1f} ppm, by"
-        f" {clock.calls:,} calls ({clock.evidence}){doubt}"
-    )

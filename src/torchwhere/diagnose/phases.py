@@ -9,13 +9,16 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import device_lanes
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.results import Shown, Tabular
+from torchwhere.diagnose.clocks.host_clocks import align_hosts
+from torchwhere.diagnose.device_time.job import JobDeviceTimes, device_times_of
 
 STEPS = PhaseKey((), True)
 
@@ -110,6 +113,7 @@ class Phases(Shown, Tabular):
         rows: The phases in program order; a phase precedes the phases inside it.
         steps: For each rank, all steps as one phase; `count` leaves out the running step.
         remarks: Sentences about missing or uncertain data.
+        device: The time of each step on the devices; None if no box has it.
 
     Example:
         phases = torchwhere.phases("run/")
@@ -119,6 +123,7 @@ class Phases(Shown, Tabular):
     rows: tuple[PhaseRow, ...]
     steps: dict[int, PhaseTimes]
     remarks: tuple[str, ...] = ()
+    device: JobDeviceTimes | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -173,6 +178,7 @@ class Phases(Shown, Tabular):
             "steps": {str(rank): times.to_dict() for rank, times in self.steps.items()},
             "phases": [row.to_dict() for row in self.rows],
             "remarks": list(self.remarks),
+            **({"device": self.device.to_dict()} if self.device is not None else {}),
         }
 
 
@@ -181,8 +187,19 @@ class Phases(Shown, Tabular):
 
 def phases(run: BoxRun, *, ranks: set[int] | None = None) -> Phases:
     """The phases of a run, on all its ranks or on `ranks`."""
-    chosen = ((rank, box) for rank, box in run.in_order() if ranks is None or rank in ranks)
-    return table({rank: (phase_sums(box), last_ns(box)) for rank, box in chosen})
+    sums, has_device = {}, False
+    for rank, box in run.in_order():
+        if ranks is None or rank in ranks:
+            sums[rank] = phase_sums(box), last_ns(box)
+            has_device |= bool(device_lanes(box))
+    phase_table = table(sums)
+    if not has_device:
+        return phase_table
+
+    def boxes() -> Iterator[Box]:
+        return (box for _, box in run.in_order())
+
+    return replace(phase_table, device=device_times_of(boxes, clocks=align_hosts(run), ranks=ranks))
 
 
 def table(sums: Mapping[int, tuple[Mapping[PhaseKey, PhaseSum], int]]) -> Phases:

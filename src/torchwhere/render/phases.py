@@ -8,6 +8,7 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.core.units import duration
 from torchwhere.diagnose.phases import PhaseRow, Phases, PhaseTimes
+from torchwhere.render.device_time import device_time_lines
 from torchwhere.render.lines import (
     Cell,
     Column,
@@ -34,7 +35,7 @@ _NARROWING_MANY = (
 
 
 def phases_lines(phases: Phases, *, width: int | None) -> Iterator[Line]:
-    """A title, the table, and remarks.
+    """A title, the table, remarks, and the table of the devices if the boxes have their times.
 
     `mean` and `max` are times of a single run of the phase; `self` excludes the phases inside it.
     With many ranks, `count` and `total` are the average of one rank, `least` and `most` the totals
@@ -43,12 +44,21 @@ def phases_lines(phases: Phases, *, width: int | None) -> Iterator[Line]:
     if not phases.rows:
         yield [("no phase was recorded", "bold")]
         yield from _remarks(phases)
+        yield from phases_device(phases, width=width)
         return
     yield fitted([(phases_title(phases), "bold")], width)
     columns, rows = phases_table(phases)
     narrowing = _NARROWING_ONE if len(phases.ranks) == 1 else _NARROWING_MANY
     yield from table(columns, rows, width=width, narrowing=narrowing)
     yield from phases_remarks(phases)
+    yield from phases_device(phases, width=width)
+
+
+def phases_device(phases: Phases, *, width: int | None) -> Iterator[Line]:
+    """The time of each step on the devices; nothing if the boxes do not have it."""
+    if phases.device is not None:
+        yield [("", "")]
+        yield from device_time_lines(phases.device, width=width)
 
 
 def phases_table(phases: Phases) -> tuple[list[Column], list[list[Cell]]]:

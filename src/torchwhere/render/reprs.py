@@ -38,7 +38,13 @@ from torchwhere.render.fact_text import fact_text
 from torchwhere.render.layout import layout_text, layouts_lines
 from torchwhere.render.layout_html import layout_html
 from torchwhere.render.lines import Cell, Column, Line, as_text, plain
-from torchwhere.render.phases import phases_lines, phases_remarks, phases_table, phases_title
+from torchwhere.render.phases import (
+    phases_device,
+    phases_lines,
+    phases_remarks,
+    phases_table,
+    phases_title,
+)
 from torchwhere.render.text import (
     comms_lines,
     comms_table,
@@ -268,7 +274,7 @@ def _phases_html(phases: Phases) -> str:
     return page.fragment(
         page.paragraph(phases_title(phases), style="bold"),
         page.table(*phases_table(phases)),
-        page.lines(list(phases_remarks(phases))),
+        page.lines([*phases_remarks(phases), *phases_device(phases, width=None)]),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,8 @@ from torchwhere.diagnose.clocks.call_arrivals import CallArrivals
 from torchwhere.diagnose.comms.outline import params_text
 from torchwhere.diagnose.timeline.load import RunTimelines
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline
+from torchwhere.render.trace_counts import TraceCounts
+from torchwhere.render.trace_device import CpuCall, DeviceWriter
 
 # Larger than any rank: Perfetto takes a thread with the number of its process as the main thread.
 _TIDS = 2_000_000
@@ -46,6 +47,7 @@ _OF_COLLECTIVE = (
     "api",
     "raw_op",
 )
+_CALLS = ("collective", "device")  # a call of the CPU, and the same call on the device
 _CATEGORIES = {
     Kind.START: "start",
     Kind.END: "end",
@@ -60,27 +62,6 @@ _KINETO = {
     "module": "python_function",
     "collective": "cpu_op",
 }
-
-
-@dataclass(slots=True)
-class TraceCounts:
-    """Counts what was written."""
-
-    slices: int = 0
-    instants: int = 0
-    flows: int = 0
-    counters: int = 0
-    unfinished: int = 0
-    ranks: list[int] = field(default_factory=list)
-    has_modules: bool = False
-
-    @property
-    def events(self) -> int:
-        return self.slices + self.instants + self.flows + self.counters
-
-    def to_dict(self) -> dict[str, Any]:
-        names = ("events", "slices", "instants", "flows", "counters", "unfinished")
-        return {name: getattr(self, name) for name in names} | {"ranks": self.ranks}
 
 
 def head(box: Box, run_timelines: RunTimelines) -> str:
@@ -159,6 +140,35 @@ class RankWriter:
             self._counts.counters += 1
             name = '"name":"bytes issued in the step","ph":"C"'
             yield f'{{{name},"ts":{self._us(t_ns)},"pid":{self._pid},"args":{{"bytes":{size}}}}}'
+        if not self._is_kineto:  # HTA would take the slices of the device for those of a thread
+            yield from self._device()
+
+    def _device(self) -> Iterator[str]:
+        timeline = self._run_timelines.device(self._box)
+        if timeline is None:
+            return
+        issued = {
+            piece.at: CpuCall(piece.begin_ns, self._tracks[piece.thread, piece.lane])
+            for piece in self._timeline.slices
+            if piece.kind == "collective" and not piece.marks & Mark.CUT_BEGIN
+        }
+        device = DeviceWriter(
+            timeline,
+            rank=self._rank,
+            begin_ns=self._begin_ns,
+            start_of=self._device_start,
+            cpu_calls=issued,
+            counts=self._counts,
+        )
+        for tid, name in device.tracks():
+            yield from self._track_names(tid, name)
+        yield from device.events()
+
+    def _device_start(self, at: int) -> tuple[str, str]:
+        start, args = self._starts.get(("device", self._places[at])) or self._start("device", at)
+        step, number, _ = self._own[at]
+        args += f',"number":{number}' + (f',"step":{step}' if step != NO_STEP else "")
+        return start[1:-1], args
 
     def _us(self, t_ns: int) -> str:
         return f"{(t_ns - self._begin_ns) / 1000:.3f}"
@@ -174,11 +184,12 @@ class RankWriter:
         yield self._metadata("process_sort_index", {"sort_index": self._rank})
         for thread, lane in sorted(self._tracks):
             name = "steps" if thread == STEPS else self._box.thread(thread) or f"thread {thread}"
-            tid = _tid(thread, lane)
-            yield self._metadata(
-                "thread_name", {"name": f"{name} ({lane + 1})" if lane else name}, tid
-            )
-            yield self._metadata("thread_sort_index", {"sort_index": tid}, tid)
+            whole_name = f"{name} ({lane + 1})" if lane else name
+            yield from self._track_names(_tid(thread, lane), whole_name)
+
+    def _track_names(self, tid: int, name: str) -> Iterator[str]:
+        yield self._metadata("thread_name", {"name": name}, tid)
+        yield self._metadata("thread_sort_index", {"sort_index": tid}, tid)
 
     def _metadata(self, name: str, args: dict[str, Any], tid: int | None = None) -> str:
         of = "" if tid is None else f'"tid":{tid},'
@@ -248,7 +259,7 @@ class RankWriter:
     ) -> str:
         if kind == "step":
             return f"ProfilerStep#{step}" if self._is_kineto else f"step {step}"
-        if kind == "collective":
+        if kind in _CALLS:
             title = fields.get("mesh_dim") or fields.get("group_desc") or fields.get("group")
             return _short(str(fields.get("op") or "collective") + (f" on {title}" if title else ""))
         if kind == "module":
@@ -264,7 +275,7 @@ class RankWriter:
                 for key in ("what", "part", "because")
                 if fields.get(key) is not None
             }
-        if kind != "collective":
+        if kind not in _CALLS:
             return {}
         details = {key: fields[key] for key in _OF_COLLECTIVE if fields.get(key) not in (None, [])}
         for key in ("group_desc", "mesh_dim", "group_size"):

@@ -83,8 +83,11 @@ class CallTimes:
             return self
         halvings = int(np.ceil(np.log2(len(self) / most)))
         hashes = self.numbers.astype(np.uint64) * _GOLDEN
-        chosen = hashes >> np.uint64(64 - halvings) == 0
-        return CallTimes(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+        return self.chosen(hashes >> np.uint64(64 - halvings) == 0)
+
+    def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> CallTimes:
+        """Returns some of the calls."""
+        return CallTimes(*(getattr(self, name)[is_chosen] for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,14 @@ def wall_offset_ns(box: Box) -> int:
 
 def times_ns(box: Box) -> Times:
     """Returns the wall-clock time of every record."""
-    times: Times = np.minimum(box.records["t_ns"], np.uint64(_MOST_NS)).astype(np.int64)
-    times += np.int64(wall_offset_ns(box))
-    return times
+    return as_wall_ns(box, box.records["t_ns"])
+
+
+def as_wall_ns(box: Box, times: npt.NDArray[np.uint64]) -> Times:
+    """Converts times of a box to wall-clock times."""
+    wall: Times = np.minimum(times, np.uint64(_MOST_NS)).astype(np.int64)
+    wall += np.int64(wall_offset_ns(box))
+    return wall
 
 
 def next_times_ns(box: Box, times: Times) -> Times:
@@ -152,7 +160,7 @@ def arrivals(box: Box) -> Arrivals:
         numbers, first = np.unique(records["extra"][at[own]].astype(np.int64), return_index=True)
         own = own[first]
         here = at[own]
-        blocking = [subject for subject in own_subjects if _is_blocking(box.value(subject))]
+        blocking = [subject for subject in own_subjects if waits_for_all(box.value(subject))]
         waits = np.isin(records["subject"][here], blocking)
         waits &= records["flags"][here] & FLAG_ASYNC == 0
         streams[stream] = CallTimes(numbers, times[here], next_ns[here], waits, here, sites[own])
@@ -222,7 +230,8 @@ def _stream_of(box: Box, signature: Any, members: dict[str, tuple[int, ...]]) ->
     return ClockStream(name, members[name], *stream_ends(op, rank=box.rank, peer=other))
 
 
-def _is_blocking(signature: dict[str, Any]) -> bool:
+def waits_for_all(signature: dict[str, Any]) -> bool:
+    """Whether no rank leaves such a call before all have arrived."""
     return str(signature.get("op")).startswith(_BLOCKING)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, ClockStream
 from torchwhere.diagnose.clocks.clocks import Clocks
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.clocks.line import Times
 
 
@@ -65,7 +66,7 @@ class _StreamArrivals:
 class JobArrivals:
     """The arrivals of all ranks at all calls of a job."""
 
-    def __init__(self, clocks: Clocks) -> None:
+    def __init__(self, clocks: Clocks | HostClocks) -> None:
         self._clocks = clocks
         self._streams: dict[ClockStream, _StreamArrivals] = {}
         self._begins: dict[ClockStream, int] | None = None

@@ -1,5 +1,5 @@
 """The collectives section of a report: the last calls of each group, the arrivals of its ranks, and
-its first mismatch.
+its first mismatch. On an accelerator, a rank arrives when its device reaches the call.
 
 Takes the calls of a job, gives `Streams`: the most important groups (that of the verdict, those of
 its culprits, then by bytes, some of every kind), each with its last calls. `window` names the
@@ -49,7 +49,7 @@ class CallRow:
     step: int | None
     line: str | None
     module: str | None
-    arrived: int  # number of ranks that have issued it
+    arrived: int  # number of ranks that have issued it, or whose devices have reached it
     of: int
     skew_ms: float | None  # between the first and the last known arrival
     first_rank: int | None
@@ -222,17 +222,30 @@ class _StreamReader:
         self._end = max(calls.last for calls in self._calls) + 1
         self._first = max(min(calls.first for calls in self._calls), self._end - most_numbers)
         self._members = self._members or tuple(self._ranks)
+        self._is_on_device = any(self._has_reached(calls) for calls in self._calls)
         self._times = self._column_times()
 
+    def _span(self, calls: StreamCalls) -> tuple[int, int]:
+        """The numbers that are shown and that a rank still has, as a range."""
+        low = max(calls.first, self._first)
+        return low, max(low, min(calls.last + 1, self._end))
+
+    def _has_reached(self, calls: StreamCalls) -> bool:
+        """Whether the device of a rank has reached any of these calls."""
+        span = self._span(calls)
+        return calls.has_device_delays and bool((calls.device_delays_ns(*span) >= 0).any())
+
     def _column_times(self) -> Times:
-        """One row a rank, one column a number; `_NEVER` for calls that the ring has lost."""
+        """One row a rank, one column a number; `_NEVER` for calls that the ring has lost, and for
+        calls that the device has not reached."""
         times = np.full((len(self._calls), self._end - self._first), _NEVER, np.int64)
         for rank, row, calls in zip(self._ranks, times, self._calls, strict=True):
-            low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
-            if low < high:
-                row[low - self._first : high - self._first] = self._when.aligned_ns(
-                    rank, calls.times_ns(low, high)
-                )
+            low, high = self._span(calls)
+            arrived = self._when.aligned_ns(rank, calls.times_ns(low, high))
+            if self._is_on_device:
+                delays = calls.device_delays_ns(low, high)
+                arrived = np.where(delays >= 0, arrived + delays, _NEVER)
+            row[low - self._first : high - self._first] = arrived
         return times
 
     def rows(self, mismatch: Mismatch | None) -> StreamRows:
@@ -251,7 +264,8 @@ class _StreamReader:
 
     def _window(self) -> ShownCalls:
         issued = max(self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks)
-        return ShownCalls(self._first, self._end - 1, issued, self._when.description(self._ranks))
+        clocks = self._when.description(self._ranks)
+        return ShownCalls(self._first, self._end - 1, issued, clocks, self._is_on_device)
 
     def _rows(self, mismatch: Mismatch | None) -> tuple[CallRow, ...]:
         is_known = self._times != _NEVER
@@ -297,12 +311,18 @@ class _StreamReader:
         )
 
     def _arrived(self) -> list[int]:
-        """The number of ranks that have issued each call, from counters that outlive the ring."""
+        """The number of ranks that have arrived at each call, from counters that outlive the
+        ring."""
         counts = [self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks]
         below = np.sort(np.array(counts, np.int64))
         numbers = np.arange(self._first, self._end)
-        arrived: list[int] = (len(counts) - np.searchsorted(below, numbers, side="right")).tolist()
-        return arrived
+        arrived = len(counts) - np.searchsorted(below, numbers, side="right")
+        if self._is_on_device:
+            for row, calls in zip(self._times, self._calls, strict=True):
+                low, high = (number - self._first for number in self._span(calls))
+                arrived[low:high] -= row[low:high] == _NEVER  # issued, and not reached
+        counted: list[int] = arrived.tolist()
+        return counted
 
     def _differs(self, is_known: npt.NDArray[np.bool_], mismatch: Mismatch | None) -> list[bool]:
         """For each number whether the ranks issued different calls, or the first mismatch is
@@ -314,8 +334,8 @@ class _StreamReader:
             for calls in self._calls
         ):
             for row, calls in zip(is_known, self._calls, strict=True):
+                low, high = self._span(calls)
                 if row.any():
-                    low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
                     own = signature_ids(calls.packed_ids(low, high))
                     here = usual[low - self._first : high - self._first]
                     differs[low - self._first : high - self._first] |= (here >= 0) & (here != own)

@@ -18,6 +18,14 @@ class EarlierBoxes(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class NoDeviceTimes(Fact):
+    """The run has too many ranks: the report leaves out the times of their devices."""
+
+    ranks: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModulesNote(Fact):
     """Whether module times were recorded, and the number of rows that the tree leaves out."""
 
@@ -33,6 +41,7 @@ class ShownCalls(Fact):
     last: int
     issued: int
     clocks: str
+    on_device: bool = False  # arrivals are those of the devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.interner import Interner
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.texts import call_text, cut, milliseconds, place_text
@@ -65,6 +66,8 @@ class Ranks:
     host: TextTable = field(default_factory=TextTable)
     pid: list[int | None] = field(default_factory=list)
     age_ms: list[float | None] = field(default_factory=list)
+    device: TextTable = field(default_factory=TextTable)
+    device_step: list[int | None] = field(default_factory=list)
     meshes: list[MeshAxes] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,6 +88,17 @@ class Ranks:
             "pid": self.pid,
             "meshes": [mesh.to_dict() for mesh in self.meshes],
             "age_ms": self.age_ms,
+            **self._devices(),
+        }
+
+    def _devices(self) -> dict[str, Any]:
+        """The columns of the devices; none if no rank has a device."""
+        if not self.device.texts:
+            return {}
+        return {
+            "device": self.device.of,
+            "devices": self.device.texts,
+            "device_step": self.device_step,
         }
 
 
@@ -121,6 +135,7 @@ def _add_report(columns: Ranks, rank: int, job_calls: JobCalls, verdict: Verdict
     columns.state.add(str(report.state) if report is not None else UNKNOWN)
     columns.step.append(report.place.step if report is not None else None)
     columns.place.add(place_text(report.place) if report is not None else UNKNOWN)
+    _add_device(columns, rank_calls)
     last = report.last if report is not None else None
     if last is None or rank_calls is None or rank_calls.last is None:
         columns.last.of.append(None)
@@ -130,6 +145,17 @@ def _add_report(columns: Ranks, rank: int, job_calls: JobCalls, verdict: Verdict
         call_text(last.get("op"), job_calls.group(rank_calls.last[0]).title, last.get("bytes"))
     )
     columns.last_number.append(rank_calls.last[1])
+
+
+def _add_device(columns: Ranks, rank_calls: RankCalls | None) -> None:
+    """Add the last place that the device of a rank has reached."""
+    state = rank_calls.rank_summary.device if rank_calls is not None else None
+    place = state.place if state is not None else None
+    columns.device_step.append(place.step if place is not None else None)
+    if place is None:
+        columns.device.of.append(None)
+    else:
+        columns.device.add(place_text(place))
 
 
 def _behind_calls(numbers: list[int], job_calls: JobCalls) -> list[int]:

@@ -20,10 +20,12 @@ from torchwhere.core.results import Fact, Shown
 from torchwhere.core.sanitize import plural, printable
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import align_hosts
+from torchwhere.diagnose.device_time.job import JobDeviceTimes
 from torchwhere.diagnose.diff.comparison import find_logs
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.collectives import Streams, streams
 from torchwhere.diagnose.report.details import Detail, chosen_ranks, details, read_boxes
+from torchwhere.diagnose.report.device import device_json, device_times
 from torchwhere.diagnose.report.digest import Digest, DigestedBox
 from torchwhere.diagnose.report.facts import EarlierBoxes
 from torchwhere.diagnose.report.graph_rows import GraphRow, graphs
@@ -57,6 +59,7 @@ class Report(Shown):
     log: LogDigest
     missing: tuple[str | Fact, ...]  # data that is missing or left out
     settings: dict[str, str | int]
+    device: JobDeviceTimes | None = None  # None: no device, or too many ranks
 
     @property
     def headline(self) -> str:
@@ -93,6 +96,7 @@ class Report(Shown):
             "log": self.log.to_dict(),
             "missing": [cut(sentence) for sentence in self.missing],
             "settings": self.settings,
+            **({"device": device_json(self.device)} if self.device is not None else {}),
         }
 
 
@@ -109,7 +113,9 @@ def make_report(
     boxes = _digested(run, digests)
     near = read_boxes(run, chosen_ranks(run, verdict))
     when = align_hosts(run)
-    left_out = [EarlierBoxes(len(run.earlier))] if run.earlier else []
+    left_out: list[Fact] = [EarlierBoxes(len(run.earlier))] if run.earlier else []
+    device, without_device = device_times(run, job_calls, when)
+    left_out += without_device
     return Report(
         title=run.folder.resolve().name,
         made_at=made_at if made_at is not None else datetime.now(UTC),
@@ -125,6 +131,7 @@ def make_report(
         log=log(_for_log(run, near, verdict), log_files(find_logs(run.folder, None))),
         missing=(*verdict.missing_data, *left_out),
         settings=settings(run, near, boxes),
+        device=device,
     )
 
 

@@ -18,9 +18,11 @@ from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.progress import Progress, ProgressCounter
-from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, arrivals
+from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, arrivals, times_ns
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.clocks import Aligner, Clocks, thinned
+from torchwhere.diagnose.device_time.calls import device_arrivals
+from torchwhere.diagnose.timeline.device import DeviceTimeline, device_timeline
 from torchwhere.diagnose.timeline.slices import Timeline, TimeWindow, timeline, window
 
 _PASSES = 3
@@ -38,6 +40,7 @@ class RunTimelines:
     clocks: Clocks
     arrivals: JobArrivals  # of all ranks
     shown_arrivals: JobArrivals  # of the ranks that are drawn, within their windows; for arrows
+    device_arrivals: JobArrivals  # of the devices of all ranks
     _reader: BoxReader
     _progress: ProgressCounter
     windows: dict[int, TimeWindow] = field(default_factory=dict)
@@ -58,6 +61,17 @@ class RunTimelines:
             )
             yield box, drawn
             self._progress.add()
+
+    def device(self, box: Box) -> DeviceTimeline | None:
+        """Returns the timeline of the device of a rank; None if nothing is known about it."""
+        return device_timeline(
+            box,
+            clocks=self.clocks,
+            job_arrivals=self.device_arrivals,
+            within=self.windows[box.rank],
+            issued_ns=self.clocks.aligned_ns(box.rank, times_ns(box)),
+            end_ns=self.end_ns,
+        )
 
     def _add(self, box: Box, own_arrivals: Arrivals, steps: range | None) -> None:
         """Adds a rank that is drawn."""
@@ -106,12 +120,16 @@ def load_timelines(
     job_arrivals = JobArrivals(clocks)
     is_whole = ranks is None and steps is None
     shown = job_arrivals if is_whole else JobArrivals(clocks)
-    loaded = RunTimelines(run, clocks, job_arrivals, shown, reader, progress)
+    by_device = JobArrivals(clocks)
+    loaded = RunTimelines(run, clocks, job_arrivals, shown, by_device, reader, progress)
     recorded: set[int] = set()
     for rank, summary in run.boxes.items():
         box = reader.read(summary.path)
         own_arrivals = arrivals(box)
         job_arrivals.add(own_arrivals)
+        on_device = device_arrivals(box)
+        if on_device is not None:
+            by_device.add(on_device)
         if ranks is None or rank in ranks:
             recorded |= _first_and_last_step(box)
             loaded._add(box, own_arrivals, steps)

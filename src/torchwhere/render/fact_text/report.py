@@ -13,6 +13,7 @@ from torchwhere.diagnose.report.facts import (
     LayoutsEqual,
     ModulesNote,
     MoreLayouts,
+    NoDeviceTimes,
     ShownCalls,
     UnusualShard,
 )
@@ -33,6 +34,14 @@ def _(fact: EarlierBoxes) -> str:
 
 
 @fact_text.register
+def _(fact: NoDeviceTimes) -> str:
+    return (
+        f"times of the devices: left out, because {fact.ranks:,} ranks are more than {fact.most};"
+        " torchwhere phases shows them"
+    )
+
+
+@fact_text.register
 def _(fact: ModulesNote) -> str:
     note = ONLY_FORWARD if fact.has_time else NO_TIMES
     if not fact.left_out:
@@ -44,7 +53,8 @@ def _(fact: ModulesNote) -> str:
 def _(fact: ShownCalls) -> str:
     numbers = f"numbers {fact.first} to {fact.last}"
     of_all = f", the last of {fact.issued}" if fact.first else ""
-    return f"{numbers}{of_all}; arrival by {fact.clocks}"
+    arrival = "arrival of the devices" if fact.on_device else "arrival"
+    return f"{numbers}{of_all}; {arrival} by {fact.clocks}"
 
 
 @fact_text.register

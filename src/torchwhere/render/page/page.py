@@ -33,6 +33,7 @@ SCRIPTS = (
     "modules",
     "collectives",
     "steps",
+    "device",
     "records",
     "theme",
     "start",
@@ -42,6 +43,7 @@ SECTIONS = {
     "modules": "Modules",
     "collectives": "Collectives",
     "steps": "Steps",
+    "device": "Device",
     "phases": "Phases",
     "layout": "Layout",
     "graphs": "Graphs",
@@ -49,6 +51,7 @@ SECTIONS = {
     "missing": "Missing",
     "settings": "Settings",
 }
+OPTIONAL = {"device"}  # without data, the page does not have these sections
 # Characters that could end the script element, or a line of a script, inside a JSON text.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
@@ -61,6 +64,9 @@ def page_html(report: Mapping[str, Any]) -> str:
         f" 'sha256-{_hash(style)}'; base-uri 'none'; form-action 'none'"
     )
     title = inert_html(str(report.get("title") or "run"))
+    sections = {
+        key: label for key, label in SECTIONS.items() if key not in OPTIONAL or report.get(key)
+    }
     body = {"missing": missing_html(report), "settings": settings_html(report)}
     return "".join(
         (
@@ -74,9 +80,9 @@ def page_html(report: Mapping[str, Any]) -> str:
             f"<title>{title} · torchwhere</title>\n<style>{style}</style>\n</head>\n<body>\n",
             '<a class="skip" href="#ranks">Skip to the ranks</a>\n',
             front_html(report),
-            _navigation(),
+            _navigation(sections),
             "<main>\n",
-            *(_section(key, label, body.get(key)) for key, label in SECTIONS.items()),
+            *(_section(key, label, body.get(key)) for key, label in sections.items()),
             "</main>\n",
             f'<script type="application/json" id="report">{page_json(report)}</script>\n',
             f"<script>{script}</script>\n</body>\n</html>\n",
@@ -100,8 +106,8 @@ def _finite(value: Any) -> Any:
     return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _navigation() -> str:
-    links = "".join(f'<a href="#{key}">{label}</a>' for key, label in SECTIONS.items())
+def _navigation(sections: Mapping[str, str]) -> str:
+    links = "".join(f'<a href="#{key}">{label}</a>' for key, label in sections.items())
     return f'<nav aria-label="Sections"><div>{links}</div></nav>\n'
 
 

@@ -1,7 +1,7 @@
 /* Positions of the rank cells: in blocks of ranks that are grouped together, as large as fits. It draws nothing. */
 
 const TILES = 24; // up to this many ranks are drawn as tiles
-const TILE = { width: 196, most: 340, height: 62, gap: 6 };
+const TILE = { width: 196, most: 340, height: 62, gap: 6, line: 14 };
 const CELL_SIZES = [44, 36, 30, 26, 22, 18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5];
 const MOST_LABELS = 160; // groups
 const HEIGHT = 560; // the map stays below this if possible
@@ -38,7 +38,7 @@ class RankGrid {
     if (this.size <= TILES) {
       const most = Math.max(...this.blocks.map((block) => block.members.length));
       const columns = Math.max(1, Math.min(most, Math.floor((width + TILE.gap) / (TILE.width + TILE.gap))));
-      this.place(Math.min(TILE.most, (width + TILE.gap) / columns - TILE.gap), TILE.height, TILE.gap);
+      this.place(Math.min(TILE.most, (width + TILE.gap) / columns - TILE.gap), TILE.height + (this.ranks.devices ? TILE.line : 0), TILE.gap);
     } else {
       for (const size of CELL_SIZES) {
         if (this.place(size, size, size > 8 ? 2 : 1) <= HEIGHT) break;

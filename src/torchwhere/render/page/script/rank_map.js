@@ -136,7 +136,9 @@ class RankMap {
     ctx.textAlign = "left";
     ctx.font = `11px ${FONT}`;
     ctx.fillText(ranks.step[at] === null ? "" : `step ${ranks.step[at]}`, x + 11, y + 38);
-    ctx.fillText(fitText(ctx, inert(ranks.places[ranks.place[at]] ?? ""), room), x + 11, y + 52);
+    const [cpu, device] = [ranks.places[ranks.place[at]] ?? "", devicePlace(ranks, at)];
+    ctx.fillText(fitText(ctx, inert(ranks.devices ? `CPU: ${cpu}` : cpu), room), x + 11, y + 52);
+    if (device) ctx.fillText(fitText(ctx, inert(`Device: ${device}`), room), x + 11, y + 66);
   }
 
   drawNumber(ctx, at, x, y) {
@@ -252,7 +254,8 @@ class RankMap {
     return [
       `rank ${ranks.rank[at]}: ${this.state(at)}${this.culprits.has(ranks.rank[at]) ? ", named by the verdict" : ""}`,
       (step === null ? "no step" : `step ${step}`) + (ranks.behind[at] ? `, ${plural(ranks.behind[at], "step")} behind` : ""),
-      ranks.places[ranks.place[at]] || "",
+      ranks.devices ? `CPU: ${ranks.places[ranks.place[at]]}` : ranks.places[ranks.place[at]] || "",
+      devicePlace(ranks, at) ? `Device: ${devicePlace(ranks, at)}` : "",
       last ? `last: ${last}${number === null ? "" : ` #${number}`}` : "",
       ranks.hosts[ranks.host[at]] || "",
     ];

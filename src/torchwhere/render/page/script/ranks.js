@@ -93,7 +93,8 @@ function rankFacts(report, at, details) {
   const number = ranks.last_number[at];
   const last = ranks.lasts[ranks.last[at]];
   const facts = [
-    ["place", name(ranks.places[ranks.place[at]])],
+    [ranks.devices ? "CPU" : "place", name(ranks.places[ranks.place[at]])],
+    ["device", devicePlace(ranks, at) && name(devicePlace(ranks, at))],
     ["detail", details && details.detail ? name(details.detail, { mono: false }) : null],
     ["step", ranks.step[at] === null ? null : String(ranks.step[at])],
     ["behind", behind.filter(Boolean).join(" and ")],
@@ -113,6 +114,13 @@ function rankFacts(report, at, details) {
     { class: "facts" },
     shown.flatMap(([key, value]) => [el("dt", {}, key), el("dd", {}, ...[value].flat(2))]),
   );
+}
+
+/* The last place that the device of a rank has reached; null if it is not known. */
+function devicePlace(ranks, at) {
+  const text = ranks.devices && ranks.devices[ranks.device[at]];
+  if (!text) return null;
+  return ranks.device_step[at] === null ? text : `${text}, step ${ranks.device_step[at]}`;
 }
 
 function ageText(ms) {
@@ -203,6 +211,14 @@ function rankTable(report, map) {
       value: (at) => ranks.places[ranks.place[at]],
       cell: (at) => name(ranks.places[ranks.place[at]], { longest: 80 }),
     },
+    ranks.devices
+      ? {
+          label: "device",
+          value: (at) => devicePlace(ranks, at),
+          cell: (at) => name(devicePlace(ranks, at), { longest: 80 }),
+          title: "the last place that the device has reached",
+        }
+      : null,
     {
       label: "last call",
       value: (at) => ranks.lasts[ranks.last[at]],
@@ -221,6 +237,6 @@ function rankTable(report, map) {
       isNumber: true,
       title: "before the newest of all ranks",
     },
-  ];
+  ].filter(Boolean);
   return sortedTable({ caption: "All ranks", columns, rows: ranks.rank.map((_, at) => at), noun: "rank" });
 }

@@ -5,6 +5,7 @@ const SECTIONS = [
   ["modules", showModules],
   ["collectives", showCollectives],
   ["steps", showSteps],
+  ["device", showDevice],
   ["phases", showPhases],
   ["layout", showLayout],
   ["graphs", showGraphs],
@@ -22,7 +23,7 @@ function fillSection(id, show, report) {
 }
 
 /* One section in each turn of the event loop, so that the page stays responsive. */
-function fillAll(report, left = SECTIONS) {
+function fillAll(report, left = SECTIONS.filter(([id]) => document.getElementById(id))) {
   if (!left.length) {
     document.documentElement.dataset.ready = "yes";
     return;

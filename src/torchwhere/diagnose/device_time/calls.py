@@ -1,0 +1,177 @@
+"""The collectives of one rank on its device: when the device reached each of them, when the last
+device of the group did, and when it was done.
+
+`device_arrivals` takes a box and gives the times when its device reached its collectives.
+`JobArrivals` finds the last device of each collective from the arrivals of all ranks. With that,
+`device_calls` gives the `DeviceCalls` of a rank, as columns in aligned time.
+
+A box has the end of each collective that runs on the current stream of the device. It may not have
+the end of an asynchronous collective. Then only a lower bound is known: most collectives end on no
+rank before the last device has reached them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import device_lane_numbers, device_lanes, device_times
+from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_REPLAYED
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.clocks.arrivals import (
+    NEVER,
+    Arrivals,
+    CallTimes,
+    arrivals,
+    as_wall_ns,
+    waits_for_all,
+)
+from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
+from torchwhere.diagnose.clocks.clocks import Clocks
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
+from torchwhere.diagnose.clocks.line import Times
+
+Bools = npt.NDArray[np.bool_]
+UNKNOWN_NS = -1
+NO_RANK = -1
+_DEFAULT_STREAM = 0
+_NO_CALLS = tuple(np.empty(0, np.int64) for _ in range(5))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCalls:
+    """The collectives that the device of one rank has reached, in the order of their records.
+
+    Each column has one item for each collective. Times are aligned, in ns.
+    """
+
+    rank: int
+    at: Times  # index of the record
+    reached_ns: Times
+    done_ns: Times  # UNKNOWN_NS: not recorded, or not done
+    last_ns: Times  # when the last device of the group reached it; UNKNOWN_NS: not all have
+    last_rank: Times  # the rank of that device; NO_RANK: unknown
+    waits_for_all: Bools  # whether it ends on no rank before all devices have reached it
+    is_on_stream: Bools  # whether it was issued on the stream of the job
+    # whether it also runs there and blocks that stream: kernels after it start when it is done
+    is_blocking: Bools
+    # whether a replay of a CUDA graph issued it: then its times are those of the whole replay
+    is_replayed: Bools
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @property
+    def wait_ns(self) -> Times:
+        """How long each collective waited for the last device; UNKNOWN_NS: unknown."""
+        until = np.where(self.done_ns >= 0, np.minimum(self.last_ns, self.done_ns), self.last_ns)
+        is_known = (self.last_ns >= 0) & ((self.done_ns >= 0) | self.waits_for_all)
+        return np.where(is_known, np.maximum(until - self.reached_ns, 0), UNKNOWN_NS)
+
+    @property
+    def transfer_ns(self) -> Times:
+        """How long each collective took after the last device reached it; UNKNOWN_NS: unknown."""
+        is_known = (self.last_ns >= 0) & (self.done_ns >= 0)
+        begin = np.maximum(self.last_ns, self.reached_ns)
+        return np.where(is_known, np.maximum(self.done_ns - begin, 0), UNKNOWN_NS)
+
+    @property
+    def end_ns(self) -> Times:
+        """The end of each collective, or the earliest end that it can have."""
+        earliest = self.reached_ns + np.maximum(self.wait_ns, 0)
+        return np.where(self.done_ns >= 0, np.maximum(self.done_ns, self.reached_ns), earliest)
+
+
+def device_arrivals(box: Box) -> Arrivals | None:
+    """When the device of a rank reached its collectives; None if nothing is known about it.
+
+    These are `Arrivals` with the times of the device in place of those of the CPU: `issued_ns` is
+    when the device reached a collective, `next_ns` when the collective was done.
+    """
+    reached, done = device_times(box)
+    if not reached.any():
+        return None
+    by_cpu = arrivals(box)
+    streams = {}
+    for stream, calls in by_cpu.streams.items():
+        is_reached = reached[calls.at] > 0
+        if is_reached.any():
+            streams[stream] = _on_device(box, calls.chosen(is_reached), reached, done)
+    return replace(by_cpu, streams=streams)
+
+
+def _on_device(
+    box: Box, calls: CallTimes, reached: npt.NDArray[np.uint64], done: npt.NDArray[np.uint64]
+) -> CallTimes:
+    own_done = done[calls.at]
+    return replace(
+        calls,
+        issued_ns=as_wall_ns(box, reached[calls.at]),
+        next_ns=np.where(own_done > 0, as_wall_ns(box, own_done), NEVER),
+    )
+
+
+def device_calls(
+    box: Box, own_arrivals: Arrivals, *, clocks: Clocks | HostClocks, job_arrivals: JobArrivals
+) -> DeviceCalls:
+    """The collectives of a rank, from its box, its arrivals and those of all ranks."""
+    parts: list[tuple[Times, ...]] = [_NO_CALLS]
+    for stream, calls in own_arrivals.streams.items():
+        reached = clocks.aligned_ns(box.rank, calls.issued_ns)
+        is_done = calls.next_ns != NEVER
+        done = clocks.aligned_ns(box.rank, np.where(is_done, calls.next_ns, calls.issued_ns))
+        last = [
+            (call.last_ns, call.last_rank)
+            if call is not None and 0 < stream.size <= call.arrived
+            else (UNKNOWN_NS, NO_RANK)
+            for call in job_arrivals.of(stream, calls.numbers)
+        ]
+        last_columns = np.array(last, np.int64).reshape(-1, 2).T
+        parts.append((calls.at, reached, np.where(is_done, done, UNKNOWN_NS), *last_columns))
+    at, reached, done, last_ns, last_rank = map(np.concatenate, zip(*parts, strict=True))
+    order = np.argsort(at)
+    at = at[order]
+    is_on_stream, flags = on_job_stream(box, at), box.records["flags"][at]
+    is_replayed = flags & FLAG_REPLAYED != 0
+    return DeviceCalls(
+        rank=box.rank,
+        at=at,
+        reached_ns=reached[order],
+        done_ns=done[order],
+        last_ns=last_ns[order],
+        last_rank=last_rank[order],
+        waits_for_all=_wait_for_all(box, at),
+        is_on_stream=is_on_stream,
+        is_blocking=is_on_stream & (flags & FLAG_ASYNC == 0) & ~is_replayed,
+        is_replayed=is_replayed,
+    )
+
+
+def _wait_for_all(box: Box, at: Times) -> Bools:
+    subjects = box.records["subject"][at]
+    waiting = [own for own in np.unique(subjects).tolist() if waits_for_all(box.value(own))]
+    return np.isin(subjects, waiting)
+
+
+def on_job_stream(box: Box, at: Times) -> Bools:
+    """Whether the marks of some records are on the stream of the job.
+
+    That is the stream on which steps begin, else the default stream, or the only stream that has
+    marks. FSDP issues its collectives on streams of its own, and the job goes on beside them.
+    """
+    if len(device_lanes(box)) == 1:
+        return np.ones(len(at), np.bool_)
+    return np.isin(device_lane_numbers(box)[at], _job_lanes(box))
+
+
+def _job_lanes(box: Box) -> list[int]:
+    """The lanes of the streams of the job; none if the rank uses several devices."""
+    lanes = device_lanes(box)
+    if len({lane.device for lane in lanes}) != 1:
+        return []
+    begins = device_lane_numbers(box)[box.records["kind"] == int(Kind.STEP_BEGIN)]
+    own: list[int] = np.unique(begins[begins >= 0]).tolist()
+    return own or [at for at, lane in enumerate(lanes) if lane.stream == _DEFAULT_STREAM]

@@ -1,0 +1,145 @@
+"""What the device of one rank did, as slices: its steps and its collectives.
+
+A collective lasts from when the device reached it until it was done. If its end was not recorded,
+it lasts at least until the last device of its group reached it; such an end is marked as estimated.
+Between collectives the device computes or has nothing to do: that is not recorded, and the track
+is empty there. Collectives inside a CUDA graph are left out: when the device reached them within
+the replay is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from torchwhere.blackbox.box import Box
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
+from torchwhere.diagnose.clocks.clocks import Clocks
+from torchwhere.diagnose.clocks.line import Times
+from torchwhere.diagnose.device_time.calls import (
+    UNKNOWN_NS,
+    Bools,
+    DeviceCalls,
+    device_arrivals,
+    device_calls,
+)
+from torchwhere.diagnose.device_time.steps import DeviceSteps, device_steps
+from torchwhere.diagnose.timeline.slices import ISSUE_NS, Mark, TimeWindow
+
+
+class DeviceTrack(IntEnum):
+    """The tracks of a device."""
+
+    STEPS = 0
+    STREAM = 1  # collectives on the stream of the job
+    OTHERS = 2  # collectives that are asynchronous, or on a stream of their own
+
+
+class DeviceSlice(NamedTuple):
+    """A collective on a device."""
+
+    begin_ns: int
+    end_ns: int
+    at: int  # index of its record
+    track: DeviceTrack
+    lane: int
+    marks: int
+    wait_ns: int  # for the last device; UNKNOWN_NS: unknown
+    transfer_ns: int  # UNKNOWN_NS: unknown
+    last_rank: int
+
+
+class DeviceTimeline(NamedTuple):
+    """The timeline of the device of one rank. Slices are ordered by begin."""
+
+    slices: tuple[DeviceSlice, ...]
+    steps: DeviceSteps | None
+
+
+def device_timeline(
+    box: Box,
+    *,
+    clocks: Clocks,
+    job_arrivals: JobArrivals,
+    within: TimeWindow,
+    issued_ns: Times,
+    end_ns: int,
+) -> DeviceTimeline | None:
+    """What the device did of that which its CPU issued within a window; None if nothing is known.
+
+    Args:
+        box: The box of the rank.
+        clocks: The clocks of the job.
+        job_arrivals: When the devices of all ranks reached their collectives.
+        within: The window.
+        issued_ns: The aligned time of each record of the box.
+        end_ns: The end of the trace: collectives that are not done last until then.
+    """
+    arrivals = device_arrivals(box)
+    if arrivals is None:
+        return None
+    calls = device_calls(box, arrivals, clocks=clocks, job_arrivals=job_arrivals)
+    issued = issued_ns[calls.at]
+    is_shown = (issued >= within.begin_ns) & (issued < within.end_ns) & ~calls.is_replayed
+    steps = device_steps(box, calls, clocks=clocks, most=None)
+    if steps is not None:
+        steps = steps.chosen(np.isin(steps.steps, box.records["step"][calls.at[is_shown]]))
+    return DeviceTimeline(tuple(_slices(box, calls, is_shown, end_ns)), steps)
+
+
+def _slices(box: Box, calls: DeviceCalls, is_shown: Bools, end_ns: int) -> Iterator[DeviceSlice]:
+    is_pending = _are_pending(box, calls)
+    is_exact = calls.done_ns >= 0
+    ends = np.where(is_pending, np.maximum(calls.reached_ns, end_ns), calls.end_ns)
+    ends = np.where(is_exact, ends, np.maximum(ends, calls.reached_ns + ISSUE_NS))
+    marks = np.where(is_pending, Mark.UNFINISHED, np.where(is_exact, Mark.NONE, Mark.ESTIMATED))
+    tracks = np.where(calls.is_blocking, DeviceTrack.STREAM, DeviceTrack.OTHERS)
+    rows = np.flatnonzero(is_shown)
+    rows = rows[np.lexsort((-ends[rows], calls.reached_ns[rows]))]
+    columns = (
+        calls.reached_ns,
+        ends,
+        calls.at,
+        tracks,
+        marks,
+        calls.wait_ns,
+        calls.transfer_ns,
+        calls.last_rank,
+    )
+    lanes: dict[int, list[int]] = {}
+    for begin, end, at, track, mark, wait, transfer, last in zip(
+        *(column[rows].tolist() for column in columns), strict=True
+    ):
+        lane = _free_lane(lanes.setdefault(track, []), begin, end)
+        yield DeviceSlice(begin, end, at, DeviceTrack(track), lane, mark, wait, transfer, last)
+
+
+def _free_lane(ends: list[int], begin_ns: int, end_ns: int) -> int:
+    """The first lane that is free at the begin of a slice. `ends` has the end of each lane."""
+    for lane, busy_until in enumerate(ends):
+        if busy_until <= begin_ns:
+            ends[lane] = end_ns
+            return lane
+    ends.append(end_ns)
+    return len(ends) - 1
+
+
+def _are_pending(box: Box, calls: DeviceCalls) -> Bools:
+    """The collectives that the device has reached and that were not done when the box was read.
+
+    The end of a collective may only not have been recorded. So the last collectives are pending,
+    those after the last one that is known to have ended. A collective that blocks the stream has
+    ended if the device has reached another one after it.
+    """
+    has_ended: Bools = (calls.done_ns >= 0) | (calls.last_ns != UNKNOWN_NS)
+    has_ended[:-1] |= calls.is_blocking[:-1]
+    is_pending: Bools = ~has_ended
+    if has_ended.any():
+        is_pending[: np.flatnonzero(has_ended)[-1]] = False
+    if (box.records["kind"] == int(Kind.END)).any():
+        is_pending[:] = False
+    return is_pending
