@@ -42,7 +42,7 @@ from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
 from torchwhere.blackbox.string_table import half_written, json_int, json_object
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import TEXT_FIELD, Kind
-from torchwhere.core.place import Certainty, Pass, Place
+from torchwhere.core.place import Pass, Place, unknown_place
 
 _COUNTERS_AT_ONCE = 16  # counter slots in a read; more if all of them are used
 _CURSOR_WORDS, _COUNTER_WORDS = CURSOR_BYTES // 8, COUNTER_BYTES // 8
@@ -303,7 +303,7 @@ class LiveBox:
     def _find_place(self) -> Place:
         names = self._names
         if not self._data or names is None:
-            return Place(self.rank, None, "outside", certainty=Certainty.UNKNOWN)
+            return unknown_place(self.rank)
         record = self._last_record()
         packed_place = self._cursor_word(CURSOR_PLACE)
         line = None

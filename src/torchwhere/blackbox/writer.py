@@ -232,6 +232,10 @@ class BoxWriter:
         at = self.geometry.ring_at + number % self.geometry.capacity * RECORD_BYTES
         return bytes(self._map[at : at + RECORD_BYTES])
 
+    def read(self, at: int, length: int) -> bytes:
+        """Bytes of any section before the table, as a reader of the file sees them."""
+        return bytes(self._map[at : at + length])
+
     # -- texts and names ---------------------------------------------------------------------------
 
     def text(self, text: str) -> int:

@@ -23,6 +23,7 @@ from torchwhere.blackbox.file_format import (
     EntryType,
 )
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.errors import described
 from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.core.place import Place
@@ -32,6 +33,7 @@ from torchwhere.hooks.fast_path import FastPath, PythonFastPath
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
 from torchwhere.recorder.graph_ids import GraphIds
+from torchwhere.recorder.own_device import own_device_place
 
 LineAndGraph = tuple[int, int]  # the ids of a line and of the compiled graph that runs there
 
@@ -278,6 +280,13 @@ class Recorder:
         return self.locator.place_of_ids(
             place_ids, track, rank=self.rank, step=self.step, line=None
         )
+
+    def device_place(self, cpu: Place) -> DevicePlace:
+        """Return where the device of this process is, beside the place of its CPU.
+
+        Makes no call of the device, so it is safe after an error of the device.
+        """
+        return own_device_place(self.box, cpu)
 
     def place(self, frame: FrameType | None) -> Place:
         """Return the place of the calling thread."""

@@ -1,0 +1,47 @@
+"""The place of the device of this process, from its own box.
+
+It reads words that the native extension has written, and makes no call of the device: it never
+waits, and it works after an error of the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchwhere.blackbox.device_place import DeviceSource, call_name, read_device_place
+from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.string_table import json_int, json_object
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.device_place import DevicePlace
+from torchwhere.core.place import Place
+
+NO_WATCH = "no watch is running"
+NO_EXTENSION = "the native extension is not in use; `torchwhere native` builds it"
+NO_ACCELERATOR = "this torch was built without an accelerator"
+
+
+def own_device_place(box: BoxWriter, cpu: Place) -> DevicePlace:
+    """Return where the device of this process is, given where its CPU is."""
+    if box.native is None:
+        return DevicePlace(cpu, problem=NO_EXTENSION)
+    if not box.geometry.lanes:
+        return DevicePlace(cpu, problem=NO_ACCELERATOR)
+    names = box.names()
+    offset_ns = json_int(box.meta, "clock_offset_ns")
+
+    def name(entry_id: int) -> str | None:
+        return names[entry_id][1] if entry_id in names else None
+
+    def group(wanted: str) -> dict[str, Any] | None:
+        texts = (text for _, (type_, text) in sorted(names.items()) if type_ == EntryType.GROUP)
+        entries = [entry for entry in map(json_object, texts) if entry.get("name") == wanted]
+        return entries[-1] if entries else None  # the mesh dimension became known later
+
+    source = DeviceSource(
+        box.geometry,
+        read=box.read,
+        name=name,
+        op_and_group=lambda entry_id: call_name(json_object(name(entry_id)), group),
+        wall_ns=lambda t_ns: t_ns + offset_ns,
+    )
+    return read_device_place(source, cpu=cpu)
