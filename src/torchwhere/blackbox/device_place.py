@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchwhere.blackbox.cursor_place import cursor_place
 from torchwhere.blackbox.file_format import (
@@ -78,8 +78,7 @@ def read_device_place(source: DeviceSource, *, cpu: Place) -> DevicePlace:
     """Read where the device of a rank is, given where its CPU is."""
     if not source.geometry.lanes:
         return DevicePlace(cpu, problem=NO_SECTIONS)
-    *slots, looked = _slots(source, source.geometry.lanes_at, source.geometry.lanes, LANE_BYTES)
-    lanes = [words for words in slots if words[LANE_STREAM]]
+    lanes, looked = _lanes(source)
     if not lanes:
         return DevicePlace(cpu, problem=NO_MARKS)
     last = max(lanes, key=lambda lane: lane[LANE_TIME])
@@ -93,10 +92,10 @@ def read_device_place(source: DeviceSource, *, cpu: Place) -> DevicePlace:
         collective=collective,
         next=following,
         next_collective=next_collective,
-        collectives_behind=_collectives_behind(source, looked[0], is_idle=not pending),
+        collectives_behind=sum(stream.issued - stream.reached for stream in device_streams(source)),
         pending=sum(lane[LANE_PENDING] for lane in pending),
         t_ns=source.wall_ns(last[LANE_TIME]) if last[LANE_TIME] else 0,
-        looked_ns=source.wall_ns(looked[0]) if looked[0] else 0,
+        looked_ns=source.wall_ns(looked) if looked else 0,
     )
 
 
@@ -175,22 +174,32 @@ def _call(source: DeviceSource, record: Record | None, state: CallState) -> Devi
     return DeviceCall(op, group, record.extra, state)
 
 
-def _collectives_behind(source: DeviceSource, looked: int, *, is_idle: bool) -> int:
-    """How many collectives were issued on a device and not reached.
+class DeviceStream(NamedTuple):
+    """A stream of collectives that run on a device."""
 
-    Streams on which no device has reached anything are on the CPU, as far as is known. If a device
-    was idle when it was last looked at, it had reached everything that was issued before: a
-    collective that was captured into a graph has no mark.
+    stream: int  # the word of its counter
+    issued: int
+    reached: int
+
+
+def device_streams(source: DeviceSource) -> Iterator[DeviceStream]:
+    """The streams of collectives on devices. A stream of which no device has reached anything is on
+    the CPU, as far as is known.
+
+    If no mark was pending at the last look, the devices had reached everything that was issued
+    before: a collective that was captured into a graph has no mark.
     """
-    behind = 0
-    for counter, progress in _streams(source):
-        is_on_device = progress[PROGRESS_REACHED] or progress[PROGRESS_DONE]
-        if is_on_device and not (is_idle and counter[COUNTER_TIME] <= looked):
-            behind += max(0, counter[COUNTER_COUNT] - progress[PROGRESS_REACHED])
-    return behind
+    lanes, looked = _lanes(source)
+    is_idle = not any(lane[LANE_PENDING] for lane in lanes)
+    for counter, progress in _counters(source) if lanes else ():
+        if progress[PROGRESS_REACHED] or progress[PROGRESS_DONE]:
+            issued = counter[COUNTER_COUNT]
+            has_all = is_idle and counter[COUNTER_TIME] <= looked
+            reached = issued if has_all else min(issued, progress[PROGRESS_REACHED])
+            yield DeviceStream(counter[COUNTER_STREAM], issued, reached)
 
 
-def _streams(source: DeviceSource) -> Iterator[tuple[Words, Words]]:
+def _counters(source: DeviceSource) -> Iterator[tuple[Words, Words]]:
     """The counters in use, which are the first ones, each with the progress of its stream."""
     geometry = source.geometry
     for first in range(0, geometry.counters, _COUNTERS_AT_ONCE):
@@ -205,6 +214,13 @@ def _streams(source: DeviceSource) -> Iterator[tuple[Words, Words]]:
             if not counter[COUNTER_STREAM]:
                 return
             yield counter, progress
+
+
+def _lanes(source: DeviceSource) -> tuple[list[Words], int]:
+    """The lanes in use, and the time of the last look at the device."""
+    geometry = source.geometry
+    *slots, last = _slots(source, geometry.lanes_at, geometry.lanes, LANE_BYTES) or [[0]]
+    return [words for words in slots if words[LANE_STREAM]], last[0]
 
 
 def _slots(source: DeviceSource, at: int, count: int, size: int) -> list[Words]:

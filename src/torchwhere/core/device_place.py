@@ -32,6 +32,14 @@ class CallState(StrEnum):
     DONE = "done"
 
 
+_PREPOSITIONS = {
+    CallState.ISSUED: "before",
+    CallState.REACHED: "at",
+    CallState.RUNNING: "in",
+    CallState.DONE: "after",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceCall:
     """A collective, and how far a device has come with it."""
@@ -40,6 +48,11 @@ class DeviceCall:
     group: str  # as users know it
     number: int
     state: CallState
+
+    @property
+    def preposition(self) -> str:
+        """Where the device is: `before`, `at`, `in` or `after` this collective."""
+        return _PREPOSITIONS[self.state]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -143,19 +156,11 @@ class DevicePlace(Shown):
         }
 
 
-_PREPOSITIONS = {
-    CallState.ISSUED: "before",
-    CallState.REACHED: "at",
-    CallState.RUNNING: "in",
-    CallState.DONE: "after",
-}
-
-
 def _point_text(place: Place, call: DeviceCall | None) -> str:
     """`in all_reduce #23 of group dp, backward of layers.0, train.py:35, step 6`."""
     parts = []
     if call is not None:
-        parts.append(f"{_PREPOSITIONS[call.state]} {call.op} #{call.number} of group {call.group}")
+        parts.append(f"{call.preposition} {call.op} #{call.number} of group {call.group}")
     if call is None or place.module is not None or place.pass_ != "outside":
         parts.append(place.activity())
     if place.line is not None:

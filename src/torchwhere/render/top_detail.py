@@ -54,12 +54,25 @@ def _facts(rank: RankNow) -> Iterator[Line]:
         f"{place.pass_} of {module_text(rank)}" if place.module is not None else place.pass_,
     )
     yield _fact("line", place.line or "-")
-    yield _fact("last", collective_text(rank))
+    yield _fact("last", collective_text(rank.issued))
+    yield from _device_facts(rank)
     yield _fact("age", age(rank.age_s) + (" (stalled)" if rank.is_stalled else ""))
     if rank.waits_for:
         yield _fact("waits for", ranks_phrase(rank.waits_for))
     if rank.is_blamed:
         yield _fact("blamed", "other ranks wait for this one")
+
+
+def _device_facts(rank: RankNow) -> Iterator[Line]:
+    device = rank.device
+    if device is None:
+        return
+    behind = device.behind_text()
+    yield _fact("GPU", f"{device.reached_text()}{f' ({behind})' if behind else ''}")
+    if device.next is not None:
+        yield _fact("GPU next", device.next_text())
+    if device.pending and device.looked_ns:
+        yield _fact("GPU age", age(max(0, device.looked_ns - device.t_ns) / 1e9))
 
 
 def _fact(name: str, text: object) -> Line:
