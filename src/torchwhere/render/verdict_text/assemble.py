@@ -112,6 +112,7 @@ def _report(context: Context, finding: Finding, rank: int) -> RankReport:
         last=shown_fields(rank_calls.fields(*last)) if last is not None else None,
         detail=detail_text(detail) if detail is not None else None,
         stack=context.status(rank).stack,
+        device=context.device_place(rank),
     )
 
 
