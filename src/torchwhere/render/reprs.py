@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import device_lanes
 from torchwhere.blackbox.run import BoxRun, RunSummary
 from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.events import Event
@@ -127,7 +128,11 @@ def _box_line(box: Box) -> str:
 
 
 def _box_html(box: Box) -> str:
-    columns, rows = events_table(list(box.events(last=_MOST_SHOWN)), started_ns=started_ns(box))
+    columns, rows = events_table(
+        list(box.events(last=_MOST_SHOWN)),
+        started_ns=started_ns(box),
+        has_device=bool(device_lanes(box)),
+    )
     title = f"rank {box.rank}: {len(box.records):,} events, {box.path}"
     return page.fragment(
         page.paragraph(title, style="bold"),

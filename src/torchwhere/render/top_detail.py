@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import device_lanes
 from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.live.ranks import RankNow
@@ -104,7 +105,9 @@ def _events(box: Box | None, width: int) -> Iterator[Line]:
     if box is not None:
         yield [("last events", "bold")]
         events = box.events(last=_EVENTS)
-        yield from events_lines(events, started_ns=started_ns(box), width=width)
+        yield from events_lines(
+            events, started_ns=started_ns(box), width=width, has_device=bool(device_lanes(box))
+        )
 
 
 def _verdict(verdict: dict[str, Any] | None) -> Iterator[Line]:
