@@ -33,7 +33,6 @@ class CallState(StrEnum):
 
 
 _PREPOSITIONS = {
-    CallState.ISSUED: "before",
     CallState.REACHED: "at",
     CallState.RUNNING: "in",
     CallState.DONE: "after",
@@ -50,9 +49,9 @@ class DeviceCall:
     state: CallState
 
     @property
-    def preposition(self) -> str:
-        """Where the device is: `before`, `at`, `in` or `after` this collective."""
-        return _PREPOSITIONS[self.state]
+    def short_text(self) -> str:
+        """`in all_reduce #23`; without a preposition if the device has not reached it."""
+        return f"{_PREPOSITIONS.get(self.state, '')} {self.op} #{self.number}".lstrip()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -160,7 +159,7 @@ def _point_text(place: Place, call: DeviceCall | None) -> str:
     """`in all_reduce #23 of group dp, backward of layers.0, train.py:35, step 6`."""
     parts = []
     if call is not None:
-        parts.append(f"{call.preposition} {call.op} #{call.number} of group {call.group}")
+        parts.append(f"{call.short_text} of group {call.group}")
     if call is None or place.module is not None or place.pass_ != "outside":
         parts.append(place.activity())
     if place.line is not None:

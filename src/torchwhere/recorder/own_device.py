@@ -6,6 +6,7 @@ waits, and it works after an error of the device.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from torchwhere.blackbox.device_place import DeviceSource, call_name, read_device_place
@@ -14,6 +15,7 @@ from torchwhere.blackbox.string_table import json_int, json_object
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place
+from torchwhere.core.sanitize import printable
 
 NO_WATCH = "no watch is running"
 NO_EXTENSION = "the native extension is not in use; `torchwhere native` builds it"
@@ -45,3 +47,17 @@ def own_device_place(box: BoxWriter, cpu: Place) -> DevicePlace:
         wall_ns=lambda t_ns: t_ns + offset_ns,
     )
     return read_device_place(source, cpu=cpu)
+
+
+def device_note(device: DevicePlace) -> str:
+    """The note on an error of the device, which surfaces later than the kernel that failed."""
+    if device.problem is not None:
+        return device.device_text()
+    parts = [f"the GPU had reached: {device.reached_text()}"]
+    following = device.next_text()
+    if following is not None:
+        parts.append(f"not reached: {following}")
+    if device.looked_ns:
+        ago_ms = max(0, time.time_ns() - device.looked_ns) / 1e6
+        parts.append(f"as of {ago_ms:.0f} ms before this exception")
+    return printable("; ".join(parts))

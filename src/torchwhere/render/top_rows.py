@@ -144,7 +144,7 @@ def _device_at(rank: RankNow) -> str:
     if device is None or device.place is None:
         return ""
     if device.collective is not None:
-        return f"{device.collective.preposition} {device.collective.op} #{device.collective.number}"
+        return device.collective.short_text
     pass_ = device.place.pass_
     return f"{_SHORT_PASS.get(pass_, pass_)} {shown(device.place.module)}".removeprefix("- ")
 
