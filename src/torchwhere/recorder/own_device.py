@@ -24,10 +24,8 @@ NO_ACCELERATOR = "this torch was built without an accelerator"
 
 def own_device_place(box: BoxWriter, cpu: Place) -> DevicePlace:
     """Return where the device of this process is, given where its CPU is."""
-    if box.native is None:
-        return DevicePlace(cpu, problem=NO_EXTENSION)
     if not box.geometry.lanes:
-        return DevicePlace(cpu, problem=NO_ACCELERATOR)
+        return DevicePlace(cpu, problem=NO_ACCELERATOR if box.native else NO_EXTENSION)
     names = box.names()
     offset_ns = json_int(box.meta, "clock_offset_ns")
 

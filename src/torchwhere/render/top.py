@@ -172,7 +172,7 @@ class _TopScreen:
         elif run.culprits and is_roomy:
             lines.append([("the doctor is running", "dim")])
         if is_roomy:
-            lines += [[(self.text(line), "")] for line in device_lines(run, self.verdict)]
+            lines += self._device_lines()
             lines += [[(self.text(remark), "yellow")] for remark in remarks(run)[:2]]
         return lines[: max(1, self.height - 3)]
 
@@ -182,6 +182,14 @@ class _TopScreen:
         if verdict.get("kind") == "healthy":
             return [[(line, "")] for line in wrapped[:1]]
         return [[(line, "bold")] for line in wrapped[: 3 if self.height >= 20 else 1]]
+
+    def _device_lines(self) -> list[Line]:
+        most = 2 if self.height >= 20 else 1
+        lines: list[Line] = []
+        for text in device_lines(self.run, self.verdict):
+            wrapped = textwrap.wrap(self.charset.of(text), max(self.width, 10))
+            lines += [[(line, "")] for line in wrapped[:most]]
+        return lines
 
     def _first_line(self) -> str:
         """Folder, number of ranks, step. The end of a long folder name is kept."""

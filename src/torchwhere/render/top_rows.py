@@ -199,17 +199,10 @@ _COLUMNS = (
     _Spec("speed", "st/s", 5, 5, right=True),
 )
 _PRIORITY = ("rank", "state", "age", "step", "line", "last", "module", "pass", "speed")
-_PRIORITY_WITH_DEVICE = (
-    ("rank", "state", "age", "step", "line", "gpu", "behind")
-    + ("module", "pass", "last", "speed")
-)  # fmt: skip
-_GROWING = (
-    ("last", "gpu", "line", "state", "behind", "module", "pass")
-    + ("module", "gpu", "line", "last", "state", "rank")
-)  # fmt: skip
-_FIRST_ROUND = 7
-# before anything grows further
-_WANTED = {"last": 24, "line": 20, "state": 14, "module": 16, "gpu": 22, "behind": 16}
+_DEVICE_PRIORITY = ("rank", "state", "age", "step", "line", "gpu", "behind", "module", "pass")
+_GROWING = ("behind", "last", "gpu", "line", "state", "module", "pass")
+_WANTED = {"last": 24, "line": 20, "state": 14, "module": 16, "gpu": 22, "behind": 14}
+_GROWING_LATER = ("module", "gpu", "line", "last", "state", "rank")
 MARKS = 2  # cells before the first column
 
 
@@ -222,18 +215,17 @@ def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
     left = width - MARKS + 1
     chosen: dict[str, int] = {}
     has_device = any(row.cohort.lead.device is not None for row in rows)
-    for key in _PRIORITY_WITH_DEVICE if has_device else _PRIORITY:
+    for key in dict.fromkeys((_DEVICE_PRIORITY if has_device else ()) + _PRIORITY):
         if needed[key] + 1 <= left:
             chosen[key] = needed[key]
             left -= needed[key] + 1
-    for turn, key in enumerate(_GROWING):
-        if key not in chosen:
-            continue
-        is_first_round = turn < _FIRST_ROUND
-        most = _WANTED.get(key, specs[key].most) if is_first_round else specs[key].most
-        growth = max(0, min(left, most - chosen[key]))
-        chosen[key] += growth
-        left -= growth
+    mosts = {key: spec.most for key, spec in specs.items()}
+    for keys, limits in ((_GROWING, mosts | _WANTED), (_GROWING_LATER, mosts)):
+        for key in keys:
+            if key in chosen:
+                growth = max(0, min(left, limits[key] - chosen[key]))
+                chosen[key] += growth
+                left -= growth
     return {spec.key: chosen[spec.key] for spec in _COLUMNS if spec.key in chosen}
 
 
