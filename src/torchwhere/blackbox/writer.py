@@ -284,6 +284,17 @@ class BoxWriter:
         with self._file.lock:
             return {entry_id: key for key, entry_id in self._ids.items()}
 
+    def name(self, entry_id: int) -> str | None:
+        """The text of a table entry. Ids are the positions of the entries, from 1."""
+        with self._file.lock:
+            keys = itertools.islice(self._ids, max(0, entry_id - 1), max(0, entry_id))
+            return next((text for _, text in keys), None)
+
+    def names_of_type(self, entry_type: int) -> list[str]:
+        """The texts of all table entries of one type, the oldest first."""
+        with self._file.lock:
+            return [text for own_type, text in self._ids if own_type == entry_type]
+
     # -- cursors and counters ----------------------------------------------------------------------
 
     def cursor_at(self, slot: int) -> int:

@@ -26,22 +26,18 @@ def own_device_place(box: BoxWriter, cpu: Place) -> DevicePlace:
     """Return where the device of this process is, given where its CPU is."""
     if not box.geometry.lanes:
         return DevicePlace(cpu, problem=NO_ACCELERATOR if box.native else NO_EXTENSION)
-    names = box.names()
     offset_ns = json_int(box.meta, "clock_offset_ns")
 
-    def name(entry_id: int) -> str | None:
-        return names[entry_id][1] if entry_id in names else None
-
-    def group(wanted: str) -> dict[str, Any] | None:
-        texts = (text for _, (type_, text) in sorted(names.items()) if type_ == EntryType.GROUP)
-        entries = [entry for entry in map(json_object, texts) if entry.get("name") == wanted]
-        return entries[-1] if entries else None  # the mesh dimension became known later
+    def group(name: str) -> dict[str, Any] | None:
+        groups = map(json_object, box.names_of_type(EntryType.GROUP))
+        # of several entries of a name the last one wins: its mesh became known later
+        return {str(group.get("name")): group for group in groups}.get(name)
 
     source = DeviceSource(
         box.geometry,
         read=box.read,
-        name=name,
-        op_and_group=lambda entry_id: call_name(json_object(name(entry_id)), group),
+        name=box.name,
+        op_and_group=lambda entry_id: call_name(json_object(box.name(entry_id)), group),
         wall_ns=lambda t_ns: t_ns + offset_ns,
     )
     return read_device_place(source, cpu=cpu)

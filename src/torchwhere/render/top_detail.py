@@ -68,10 +68,11 @@ def _device_facts(rank: RankNow) -> Iterator[Line]:
     device = rank.device
     if device is None:
         return
-    behind = device.behind_text()
-    yield _fact("GPU", f"{device.reached_text()}{f' ({behind})' if behind else ''}")
+    yield _fact("GPU", device.reached_text())
     if device.next is not None:
         yield _fact("GPU next", device.next_text())
+    if device.behind_text():
+        yield _fact("GPU is", device.behind_text())
     if device.pending and device.looked_ns:
         yield _fact("GPU age", age(max(0, device.looked_ns - device.t_ns) / 1e9))
 
