@@ -123,6 +123,7 @@ class LiveBox:
         self._parse_words(memoryview(words).cast("Q"))
         self._data, self._has_read_record = words, False
         self._counts = self._place = self._issued = self._arrived = None
+        self._device.cpu_has_moved()
         self._look_at_device(fd)
         if is_first:
             self._read_record(fd)
@@ -357,7 +358,8 @@ class LiveBox:
             self._arrived, reached = self.issued(), self._device.reached(geometry, names)
             streams = {stream_name(names, stream) for stream in reached}
             if self._arrived is not None and self._arrived.stream in streams:
-                record = self._record_at(self._device.record or 0)
+                number = self._device.record
+                record = self._record_at(number) if number is not None else None
                 self._arrived = matched_call(names, record, reached.items()) or self._arrived
         return self._arrived
 

@@ -22,24 +22,31 @@ class LiveDevice:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lanes = b""
         self._times: list[int] | None = None  # when each lane reached its last mark
         self._place: DevicePlace | None = None  # since the last look
-        self._reached: dict[int, int] | None = None
+        self._reached: dict[int, int] | None = None  # since a lane or the CPU has changed
         self._last_record = 0
 
     def look(self, fd: int, geometry: Geometry) -> bool:
         """Read the lanes again. Returns True if the device has reached another mark."""
-        self._place = self._reached = None
+        self._place = None
         if not geometry.lanes:
             return False
         # the last slot is not a lane: it changes with every look at the device
         data = os.pread(fd, (geometry.lanes - 1) * LANE_BYTES, geometry.lanes_at)
+        if data != self._lanes:
+            self._lanes, self._reached = data, None
         words = memoryview(data[: len(data) // LANE_BYTES * LANE_BYTES]).cast("Q")
         times = words[LANE_TIME :: LANE_BYTES // 8].tolist()
         has_moved = self._times is not None and times != self._times
         self._times = times
         self._last_record = max(words[LANE_RECORD :: LANE_BYTES // 8].tolist(), default=0)
         return has_moved
+
+    def cpu_has_moved(self) -> None:
+        """Forget what depends on the counters of the CPU."""
+        self._reached = None
 
     @property
     def t_ns(self) -> int:
