@@ -46,9 +46,9 @@ class DeviceBox:
         ids = (self.module, 0, self.line, 0, self.signature, 0, 0, self.count)
         number = self.box.record(Kind.COLLECTIVE, t_ns, Pass.BACKWARD, 0, 0, step, *ids)
         self.count += 1
-        words = (file_format.COUNTER_COUNT, file_format.COUNTER_TIME, file_format.COUNTER_RECORD)
-        for word, value in zip(words, (self.count, t_ns, number), strict=True):
-            self.box.words[self.counter + word] = value
+        self.box.words[self.counter + file_format.COUNTER_COUNT] = self.count
+        self.box.words[self.counter + file_format.COUNTER_TIME] = t_ns
+        self.box.words[self.counter + file_format.COUNTER_RECORD] = number
         return number
 
     def lane(self, slot: int = 0, **fields: int) -> None:
@@ -69,9 +69,9 @@ class DeviceBox:
         """Let the device reach a collective, and finish it."""
         geometry, number = self.box.geometry, self.count_of(record)
         at = (geometry.times_at + record % geometry.capacity * file_format.TIMES_BYTES) >> 3
-        times = (record + 1, int(at_s * S), int(done_s * S))
-        for word, value in enumerate(times):
-            self.box.words[at + word] = value
+        self.box.words[at + file_format.TIMES_NUMBER] = record + 1
+        self.box.words[at + file_format.TIMES_REACHED] = int(at_s * S)
+        self.box.words[at + file_format.TIMES_DONE] = int(done_s * S)
         progress = self.counter + (geometry.progress_at - geometry.counters_at >> 3)
         self.box.words[progress + file_format.PROGRESS_REACHED] = number + 1
         if done_s:

@@ -18,6 +18,8 @@ from torch import nn
 
 import torchwhere
 from device_boxes import DeviceBox, S
+from synthetic_boxes import make
+from synthetic_job import Job
 from test_nccl_runs import STALL_S, unpacked
 from torchwhere.blackbox.device import device_place, device_state
 from torchwhere.blackbox.live_box import LiveBox
@@ -379,6 +381,16 @@ def test_verdict(runs: Path) -> None:
     row = verdict.as_rows()[2]
     assert (row["device_step"], row["device_collectives_behind"]) == (6, 3)
     assert "1 step and 3 collectives behind" in verdict._repr_html_()
+
+
+def test_verdict_without_device_progress(runs: Path, tmp_path: Path) -> None:
+    """A verdict on NCCL ranks says if the progress of their devices is not known; it says nothing
+    if it is known."""
+    make(Job(16, steps=2, records=64), tmp_path)
+    missing = diagnose_folder(tmp_path, stall_s=STALL_S).missing_data
+    assert missing[-1] == "device progress of ranks 0-15: only what the CPUs issued was compared"
+    verdict = diagnose_folder(runs / "endless_ddp", stall_s=STALL_S)
+    assert not any("device progress" in sentence for sentence in verdict.missing_data)
 
 
 def test_events(runs: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 from rich.cells import cell_len
 
 from device_boxes import DeviceBox, S
+from synthetic_boxes import make
 from synthetic_job import Job
 from test_nccl_runs import unpacked
-from test_top import make
 from torchwhere.blackbox.live_box import LiveBox
 from torchwhere.blackbox.live_names import NameReader
 from torchwhere.blackbox.reader import read_box

@@ -135,6 +135,19 @@ class Context:
         state = self.job_calls.by_rank[rank].rank_summary.device
         return replace(state.device_place, cpu=self.place(rank)) if state is not None else None
 
+    @cached_property
+    def unknown_devices(self) -> list[int]:
+        """Ranks that use NCCL and whose device progress is not known. Dumps have another source."""
+        if self.run.noun == "dump":
+            return []
+        group = self.job_calls.group
+        return [
+            rank
+            for rank, rank_calls in self.job_calls.by_rank.items()
+            if rank_calls.rank_summary.device is None
+            and any(group(key).backend == "nccl" for key in rank_calls.calls)
+        ]
+
     def detail(self, rank: int, *, blocked: Collection[int] = ()) -> Detail | None:
         """How a rank exited, or what blocks it."""
         rank_calls, state = self.job_calls.by_rank[rank], self.state(rank, blocked=blocked)
