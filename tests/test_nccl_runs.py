@@ -62,14 +62,16 @@ def test_sentences(runs: Path) -> None:
             "  waiting on the device: ranks 0-1, 3, in all_reduce of float32 [131584], #23 of group"
             ' "default"'
         ),
-        "  rank 2, device: last reached outside any module, step 6",
-        "  rank 2, CPU: in forward of <root>, nccl_jobs.py:33, step 7",
         (
             "Likely cause: a kernel or a copy on that device does not end, issued before backward of"
             " layers.2.0, nccl_jobs.py:35, step 6. Look at: nvidia-smi and the kernel log (Xid) on"
             " the host of rank 2, and the kernels of that code."
         ),
     ]
+    assert str(verdict).splitlines()[4] == (
+        "  rank 2: CPU: forward of <root>, nccl_jobs.py:33, step 7; GPU: after all_reduce #21 of"
+        " group default, nccl_jobs.py:36, step 6 (1 step and 3 collectives behind)"
+    )
 
 
 def test_a_straggler_on_the_device(runs: Path) -> None:

@@ -49,6 +49,7 @@ PAGES = [
 
 PUBLIC = [
     "Certainty",
+    "DevicePlace",
     "Event",
     "Layout",
     "ModuleCall",
@@ -131,7 +132,7 @@ def test_public_arguments() -> None:
         "step": ["number"],
         "stop": ["reason"],
         "watch": ["model", "out", "module_events", "records"],
-        "where": [],
+        "where": ["device"],
         "comms": ["model"],
         "describe": ["thing"],
         "doctor": ["folder", "stall_s"],

@@ -613,6 +613,7 @@ def test_plain_snapshot(tmp_path: Path) -> None:
         "waits_for": [],
         "host": "node0000",
         "detail": "exit 1",
+        "device": None,
     }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty, Place
 from torchwhere.core.results import Renderer, set_renderer
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Certainty",
+    "DevicePlace",
     "Event",
     "Layout",
     "ModuleCall",

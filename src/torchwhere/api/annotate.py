@@ -6,39 +6,57 @@ only a wrong argument raises.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 from torch.compiler import is_dynamo_compiling
 
 from torchwhere.api.watch import Function, current, quietly
 from torchwhere.blackbox.file_format import NO_STEP
-from torchwhere.core.place import Certainty, Place
+from torchwhere.core.device_place import DevicePlace
+from torchwhere.core.place import Place, unknown_place
 from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.decorate import decorated
 from torchwhere.recorder import identity
+from torchwhere.recorder.own_device import NO_WATCH
+
+
+@overload
+def where(*, device: Literal[False] = False) -> Place: ...
+
+
+@overload
+def where(*, device: Literal[True]) -> DevicePlace: ...
 
 
 @_torch.unseen
-def where() -> Place:
-    """Return the current place of the calling thread.
+def where(*, device: bool = False) -> Place | DevicePlace:
+    """Return the current place of the calling thread, or of the device.
+
+    Args:
+        device: Return how far the GPU of this process has come, beside the place of the calling
+            thread. This never waits for the device.
 
     Returns:
-        The step, pass, module and line. Without a watch only the rank is known, and `certainty` is
-        `unknown`.
+        A `Place`: the step, pass, module and line. Without a watch only the rank is known, and
+        `certainty` is `unknown`. With `device=True` a `DevicePlace`: the last place that the device
+        has reached, and how far it is behind; `problem` says why if that is not known.
+
+    Raises:
+        TypeError: `device` is not a bool.
 
     Example:
         place = torchwhere.where()
         print(place)  # rank 0, step 12, forward of layers.3.mlp, train.py:48
+        print(torchwhere.where(device=True).place)  # rank 0, step 11, backward of layers.0.mlp
     """
+    if not isinstance(device, bool):
+        raise TypeError(f"where(device={device!r}): expected True or False")
     session = current()
     if session is None:
-        return Place(
-            rank=identity.rank_and_world()[0],
-            step=None,
-            pass_="outside",
-            certainty=Certainty.UNKNOWN,
-        )
-    return session.recorder.place(python_stack.caller(0))
+        place = unknown_place(identity.rank_and_world()[0])
+        return DevicePlace(place, problem=NO_WATCH) if device else place
+    place = session.recorder.place(python_stack.caller(0))
+    return session.recorder.device_place(place) if device else place
 
 
 def step(number: int | None = None) -> None:

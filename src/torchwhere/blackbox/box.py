@@ -23,6 +23,10 @@ from torchwhere.blackbox.file_format import (
     CURSOR_HEARTBEAT,
     NO_CALL,
     NO_STEP,
+    TIMES_BYTES,
+    TIMES_DONE,
+    TIMES_NUMBER,
+    TIMES_REACHED,
     EntryType,
     Geometry,
     sealed_crc,
@@ -298,7 +302,20 @@ class Box(Shown):
         fields["number"] = int(row["extra"])
         fields["for"] = self.value(int(row["beneficiary"])) if row["beneficiary"] else None
         fields["async"] = bool(row["flags"] & file_format.FLAG_ASYNC)
-        return fields
+        return fields | self._device_times(int(row["number"]))
+
+    def _device_times(self, number: int) -> dict[str, int]:
+        """When a device reached the collective of a record, and when it was done, if known."""
+        geometry = self.geometry
+        if geometry is None or not geometry.lanes:
+            return {}
+        at = geometry.times_at - geometry.lanes_at + number % geometry.capacity * TIMES_BYTES
+        slot = self._device[at : at + TIMES_BYTES]
+        words = memoryview(slot).cast("Q").tolist() if len(slot) == TIMES_BYTES else [0]
+        if words[TIMES_NUMBER] != number + 1:
+            return {}
+        times = {"reached_ns": words[TIMES_REACHED], "done_ns": words[TIMES_DONE]}
+        return {name: self.wall_ns(t_ns) for name, t_ns in times.items() if t_ns}
 
     def cursors(self) -> list[Cursor]:
         """Where each thread was, for each thread with a cursor."""

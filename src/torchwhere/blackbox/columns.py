@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import SIGNATURE_KEYS, Box
+from torchwhere.blackbox.device import device_times
 from torchwhere.core.events import TEXT_FIELD, Event, Kind, json_text
 from torchwhere.core.place import PASS_LABELS, Certainty
 
@@ -51,6 +52,8 @@ COLUMNS = {
     "api": TEXT,
     "for": TEXT,
     "async": FLAG,
+    "reached_ns": NUMBER,
+    "done_ns": NUMBER,
     "phase": TEXT,
     "duration_ns": NUMBER,
     "what": TEXT,
@@ -110,6 +113,7 @@ def columns(box: Box, rows: Rows) -> dict[str, Column]:
     records = box.records[rows]
     by_name: dict[str, Column] = dict(_place_columns(box, records))
     by_name |= _collective_columns(box, records)
+    by_name |= _device_columns(box, rows)
     by_name |= _subject_columns(box, records)
     by_name |= _text_columns(box, records, rows)
     return {name: by_name[name] for name in COLUMNS}
@@ -213,7 +217,7 @@ def _place_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, C
     yield "certainty", _certainty(records, is_lost=(module.codes < 0) & (records["module"] != 0))
     threads, which = _distinct(records["thread"])
     yield "thread", _texts([box.thread(number) for number in threads], which)
-    yield "t_ns", Numbers(_wall_ns(box, records), ~everywhere)
+    yield "t_ns", Numbers(_wall_ns(box, records["t_ns"]), ~everywhere)
 
 
 def _certainty(records: npt.NDArray[Any], *, is_lost: npt.NDArray[np.bool_]) -> Texts:
@@ -224,11 +228,11 @@ def _certainty(records: npt.NDArray[Any], *, is_lost: npt.NDArray[np.bool_]) -> 
     return Texts(codes, list(map(str, (Certainty.EXACT, Certainty.INFERRED, Certainty.UNKNOWN))))
 
 
-def _wall_ns(box: Box, records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _wall_ns(box: Box, t_ns: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """Times by the wall clock of the rank's host. An absurd offset gives absurd times, not an
     error."""
     offset = np.array([box.wall_ns(0) & (2 * _LARGEST + 1)], np.uint64)
-    times: npt.NDArray[np.int64] = (records["t_ns"] + offset).view(np.int64)
+    times: npt.NDArray[np.int64] = (t_ns + offset).view(np.int64)
     return times
 
 
@@ -260,6 +264,14 @@ def _collective_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[s
 def _group_size(group: Mapping[str, Any]) -> int | None:
     ranks = group.get("ranks")
     return len(ranks) or None if isinstance(ranks, list) else None
+
+
+def _device_columns(box: Box, rows: Rows) -> Iterator[tuple[str, Column]]:
+    """Columns of collectives on a device: when it reached them, and when they were done."""
+    is_collective = box.records["kind"][rows] == Kind.COLLECTIVE
+    for name, times in zip(("reached_ns", "done_ns"), device_times(box), strict=True):
+        t_ns = times[rows]
+        yield name, Numbers(_wall_ns(box, t_ns), ~is_collective | (t_ns == 0))
 
 
 # -- the other kinds -------------------------------------------------------------------------------

@@ -13,8 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.box import Box, main_cursor
 from torchwhere.blackbox.cursor_place import cursor_place
+from torchwhere.blackbox.device_place import (
+    NO_SECTIONS,
+    DeviceSource,
+    call_name,
+    read_device_place,
+)
 from torchwhere.blackbox.file_format import (
     COUNTER_STREAM,
     FLAG_ON_DEVICE,
@@ -39,8 +45,9 @@ from torchwhere.blackbox.file_format import (
     TIMES_REACHED,
     unpack_stream,
 )
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Kind
-from torchwhere.core.place import Place
+from torchwhere.core.place import Place, unknown_place
 
 Words = npt.NDArray[np.uint64]
 _MOST_UNREACHED = 256
@@ -64,13 +71,30 @@ class DeviceLane:
 class DeviceState(NamedTuple):
     """The progress of the device of a rank when its box was read."""
 
-    looked_ns: int  # wall clock when the device was last polled; 0: unknown
-    reached_ns: int  # wall clock of the last mark that it has reached; 0: none
-    place: Place | None  # of that mark
-    pending: int  # marks that it has not reached
+    device_place: DevicePlace
     # for each lane with pending marks: the record of the last collective that it has reached
     reached: tuple[int, ...]
     unreached: tuple[int, ...]  # records of the first collectives that it has not reached
+
+    @property
+    def looked_ns(self) -> int:
+        """Wall clock when the device was last looked at; 0: unknown."""
+        return self.device_place.looked_ns
+
+    @property
+    def reached_ns(self) -> int:
+        """Wall clock of the last mark that it has reached; 0: none."""
+        return self.device_place.t_ns
+
+    @property
+    def place(self) -> Place | None:
+        """The place of that mark."""
+        return self.device_place.place
+
+    @property
+    def pending(self) -> int:
+        """The number of marks that it has not reached."""
+        return self.device_place.pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +121,30 @@ def device_state(box: Box) -> DeviceState | None:
     lanes = device_lanes(box)
     if not lanes:
         return None
-    looked = _section(box, 0, LANE_BYTES)[-1]
-    last = max((lane for lane in lanes if lane.place), key=lambda lane: lane.t_ns, default=None)
     return DeviceState(
-        looked_ns=_wall_ns(box, looked[0]),
-        reached_ns=last.t_ns if last is not None else 0,
-        place=last.place if last is not None else None,
-        pending=sum(lane.pending for lane in lanes),
+        device_place=device_place(box),
         reached=tuple(lane.record for lane in lanes if lane.pending and lane.record is not None),
         unreached=_unreached(box, lanes),
     )
+
+
+def device_place(box: Box) -> DevicePlace:
+    """Where the device of a rank was, beside its CPU, when its box was read."""
+    cursor = main_cursor(box.cursors())
+    cpu = cursor.place if cursor is not None else unknown_place(box.rank)
+    if box.geometry is None:
+        return DevicePlace(cpu, problem=NO_SECTIONS)
+    lanes_at = box.geometry.lanes_at
+
+    def read(at: int, length: int) -> bytes:
+        data, start = (box._device, at - lanes_at) if at >= lanes_at else (box._head, at)
+        return data[start : start + length]
+
+    def op_and_group(entry_id: int) -> tuple[str, str]:
+        return call_name(box.value(entry_id), lambda name: box.groups().get(name))
+
+    source = DeviceSource(box.geometry, read, box.name, op_and_group, box.wall_ns)
+    return read_device_place(source, cpu=cpu)
 
 
 def _unreached(box: Box, lanes: list[DeviceLane]) -> tuple[int, ...]:

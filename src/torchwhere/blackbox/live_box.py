@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +34,21 @@ from torchwhere.blackbox.file_format import (
     unpack_record,
     unpack_stream,
 )
-from torchwhere.blackbox.groups import Group, StreamName
+from torchwhere.blackbox.groups import StreamName
+from torchwhere.blackbox.issued import Issued, matched_call, stream_name
+from torchwhere.blackbox.live_device import LiveDevice
 from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
 from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
 from torchwhere.blackbox.string_table import half_written, json_int, json_object
 from torchwhere.blackbox.summary import BoxSummary
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import TEXT_FIELD, Kind
-from torchwhere.core.place import Certainty, Pass, Place
+from torchwhere.core.place import Pass, Place, unknown_place
 
 _COUNTERS_AT_ONCE = 16  # counter slots in a read; more if all of them are used
 _CURSOR_WORDS, _COUNTER_WORDS = CURSOR_BYTES // 8, COUNTER_BYTES // 8
 _KINDS = frozenset(Kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """The last collective that a rank issued."""
-
-    op: str
-    group: Group
-    number: int
-    stream: StreamName
 
 
 class LiveBox:
@@ -85,12 +77,14 @@ class LiveBox:
         self._offset_ns = 0
         self._record: Record | None = None  # the last one
         self._last_counter: tuple[int, int, int, int] | None = None  # of the latest collective
-        # the next three are computed when asked for, and dropped when the rank moves
+        # the next four are computed when asked for, and dropped when the rank moves
         self._counts: dict[StreamName, int] | None = None
         self._place: Place | None = None
         self._issued: Issued | None = None
+        self._arrived: Issued | None = None
         self._ended: str | None = None
         self._has_read_record = False  # since the rank moved
+        self._device = LiveDevice(self.path)
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -117,7 +111,7 @@ class LiveBox:
         if data == self._data:
             if not self._has_read_record:
                 self._read_record(fd)
-            return False
+            return self._look_at_device(fd)
         header = data[:HEADERS_BYTES]
         if header != self._header and not self._parse_header(header, stat.st_size):
             return False
@@ -128,10 +122,21 @@ class LiveBox:
         self._read_table(fd)
         self._parse_words(memoryview(words).cast("Q"))
         self._data, self._has_read_record = words, False
-        self._counts = self._place = self._issued = None
+        self._counts = self._place = self._issued = self._arrived = None
+        self._device.cpu_has_moved()
+        self._look_at_device(fd)
         if is_first:
             self._read_record(fd)
         return True
+
+    def _look_at_device(self, fd: int) -> bool:
+        """Look at the device. Returns True if it has moved: work that it does is progress."""
+        assert self._geometry is not None
+        has_moved = self._device.look(fd, self._geometry)
+        self._moved_at(self._device.t_ns)
+        if has_moved:
+            self._arrived = self._counts = None
+        return has_moved
 
     def _read(self, fd: int) -> bytes:
         """Header, cursors and the used counters, without heartbeats."""
@@ -303,7 +308,7 @@ class LiveBox:
     def _find_place(self) -> Place:
         names = self._names
         if not self._data or names is None:
-            return Place(self.rank, None, "outside", certainty=Certainty.UNKNOWN)
+            return unknown_place(self.rank)
         record = self._last_record()
         packed_place = self._cursor_word(CURSOR_PLACE)
         line = None
@@ -337,25 +342,46 @@ class LiveBox:
         record = self._last_record()
         if record is None or record.kind != Kind.COLLECTIVE:
             record = self._record_at(number)
-        op, group = UNKNOWN_OP
-        if record is not None and record.kind == Kind.COLLECTIVE:
-            op, group = names.ops.get(record.subject, UNKNOWN_OP)
-            for other, counted in self._group_counters(names):
-                is_its_group = names.groups[other >> STREAM_ID_SHIFT].name == group
-                if is_its_group and counted == record.extra + 1:
-                    stream, count = other, counted
+        matched = matched_call(names, record, self._group_counters(names))
+        if matched is not None:
+            return matched
+        is_call = record is not None and record.kind == Kind.COLLECTIVE
+        op = names.ops.get(record.subject, UNKNOWN_OP)[0] if record and is_call else UNKNOWN_OP[0]
         return Issued(
-            op, names.groups[stream >> STREAM_ID_SHIFT], count - 1, _stream_name(names, stream)
+            op, names.groups[stream >> STREAM_ID_SHIFT], count - 1, stream_name(names, stream)
         )
 
+    def arrived(self) -> Issued | None:
+        """The last collective that it has reached: on its device if it runs there."""
+        names, geometry = self._names, self._geometry
+        if self._arrived is None and names is not None and geometry is not None:
+            self._arrived, reached = self.issued(), self._device.reached(geometry, names)
+            streams = {stream_name(names, stream) for stream in reached}
+            if self._arrived is not None and self._arrived.stream in streams:
+                number = self._device.record
+                record = self._record_at(number) if number is not None else None
+                self._arrived = matched_call(names, record, reached.items()) or self._arrived
+        return self._arrived
+
     def counts(self) -> dict[StreamName, int]:
-        """How many collectives it has issued, by stream."""
+        """How many collectives it has reached, by stream: on its device if they run there, else
+        how many it has issued."""
         if self._counts is None:
             self._counts = {}
-            if self._names is not None:
+            if self._names is not None and self._geometry is not None:
+                reached = self._device.reached(self._geometry, self._names)
                 for stream, count in self._group_counters(self._names):
-                    self._counts[_stream_name(self._names, stream)] = count
+                    name = stream_name(self._names, stream)
+                    self._counts[name] = reached.get(stream, count)
         return self._counts
+
+    def device(self) -> DevicePlace | None:
+        """Where its device is; None if no device has reached a mark."""
+        if self._geometry is None or self._names is None:
+            return None
+        return self._device.place(
+            self._geometry, self._names, cpu=self.place(), offset_ns=self._offset_ns
+        )
 
     def _group_counters(self, names: BoxNames) -> Iterator[tuple[int, int]]:
         """Stream word and count of each counter that belongs to a group."""
@@ -366,8 +392,3 @@ class LiveBox:
         for at in range(start, len(words) - _COUNTER_WORDS + 1, _COUNTER_WORDS):
             if words[at] >> STREAM_ID_SHIFT in names.groups:
                 yield words[at], words[at + COUNTER_COUNT]
-
-
-def _stream_name(names: BoxNames, stream: int) -> StreamName:
-    group_id, source, destination = unpack_stream(stream)
-    return StreamName(names.groups[group_id].name, source, destination)

@@ -232,6 +232,10 @@ class BoxWriter:
         at = self.geometry.ring_at + number % self.geometry.capacity * RECORD_BYTES
         return bytes(self._map[at : at + RECORD_BYTES])
 
+    def read(self, at: int, length: int) -> bytes:
+        """Bytes of any section before the table, as a reader of the file sees them."""
+        return bytes(self._map[at : at + length])
+
     # -- texts and names ---------------------------------------------------------------------------
 
     def text(self, text: str) -> int:
@@ -279,6 +283,17 @@ class BoxWriter:
         """The table as a reader of the file sees it: ids to types and texts."""
         with self._file.lock:
             return {entry_id: key for key, entry_id in self._ids.items()}
+
+    def name(self, entry_id: int) -> str | None:
+        """The text of a table entry. Ids are the positions of the entries, from 1."""
+        with self._file.lock:
+            keys = itertools.islice(self._ids, max(0, entry_id - 1), max(0, entry_id))
+            return next((text for _, text in keys), None)
+
+    def names_of_type(self, entry_type: int) -> list[str]:
+        """The texts of all table entries of one type, the oldest first."""
+        with self._file.lock:
+            return [text for own_type, text in self._ids if own_type == entry_type]
 
     # -- cursors and counters ----------------------------------------------------------------------
 

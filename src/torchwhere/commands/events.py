@@ -51,9 +51,21 @@ def _events(arguments: argparse.Namespace) -> int:
     print_result(
         arguments,
         (event.to_dict() for event in events),
-        partial(events_lines, events, started_ns=_started_ns(run)),
+        partial(
+            events_lines,
+            events,
+            started_ns=_started_ns(run),
+            has_device=_has_device(run, first.place.rank),
+        ),
     )
     return 0
+
+
+def _has_device(run: BoxRun, rank: int) -> bool:
+    """Whether a rank has used a device."""
+    from torchwhere.blackbox.device import device_lanes
+
+    return bool(device_lanes(run.boxes[rank]))
 
 
 def _started_ns(run: BoxRun) -> int:

@@ -116,7 +116,7 @@ class Place(Shown):
         parts = [f"rank {self.rank}"]
         if self.step is not None:
             parts.append(f"step {self.step}")
-        parts.append(self._activity())
+        parts.append(self.activity())
         if self.graph is not None:
             parts.append(f"graph {self.graph}")
         if self.line is not None:
@@ -127,7 +127,8 @@ class Place(Shown):
             parts.append(f"({self.certainty})")
         return printable(", ".join(parts))
 
-    def _activity(self) -> str:
+    def activity(self) -> str:
+        """The pass, and the module or parameter: `forward of layers.3.mlp`."""
         if self.module is None and self.param is None:
             return "outside any module" if self.pass_ == "outside" else f"{self.pass_} (no module)"
         name = self.param if self.param is not None else shown(self.module)
@@ -148,3 +149,8 @@ class Place(Shown):
             "certainty": str(self.certainty),
             "param": self.param,
         }
+
+
+def unknown_place(rank: int = -1) -> Place:
+    """The place of a rank of which nothing else is known."""
+    return Place(rank, None, Pass.OUTSIDE.label, certainty=Certainty.UNKNOWN)

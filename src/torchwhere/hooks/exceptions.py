@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torchwhere.blackbox.file_format import FLAG_INFERRED
+from torchwhere.core.errors import described
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.error_limiter import ErrorLimiter
@@ -28,6 +29,10 @@ from torchwhere.hooks.threads import Track
 NOTE_START = "torchwhere: "
 
 _CONTROL_FLOW = (GeneratorExit, StopIteration)
+
+_DEVICE_ERROR_TYPE = "AcceleratorError"  # `torch.AcceleratorError` exists since torch 2.8
+# "CUDA error: device-side assert triggered", "CUDA error: an illegal memory access was encountered"
+_DEVICE_ERRORS = ("CUDA error: ", "HIP error: ", "XPU error: ", "device-side assert triggered")
 
 # Adds note and event. Takes the exception, the track of the thread, the place, the user's line.
 Report = Callable[[BaseException, Track, PlaceIds, str | None], None]
@@ -121,6 +126,12 @@ class ExceptionHook:
         if node is None:
             return PlaceIds(Pass.BACKWARD)
         return self._locator.place_ids_of_node(node, track)._replace(flags=FLAG_INFERRED)
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether the device reports an error: it may surface later than the kernel that failed."""
+    text = described(error)
+    return text.startswith(_DEVICE_ERROR_TYPE) or any(map(text.__contains__, _DEVICE_ERRORS))
 
 
 def _is_new(error: BaseException) -> bool:

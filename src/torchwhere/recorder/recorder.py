@@ -23,15 +23,17 @@ from torchwhere.blackbox.file_format import (
     EntryType,
 )
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.errors import described
 from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.core.place import Place
 from torchwhere.hooks import _torch, compilation, compiled_graphs, python_stack
-from torchwhere.hooks.exceptions import NOTE_START
+from torchwhere.hooks.exceptions import NOTE_START, is_of_device
 from torchwhere.hooks.fast_path import FastPath, PythonFastPath
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
 from torchwhere.recorder.graph_ids import GraphIds
+from torchwhere.recorder.own_device import device_note, own_device_place
 
 LineAndGraph = tuple[int, int]  # the ids of a line and of the compiled graph that runs there
 
@@ -270,6 +272,9 @@ class Recorder:
         collectives = f"last collectives: {', '.join(last)}" if last else "no collective so far"
         error.add_note(f"{NOTE_START}{place}; {collectives}")
         text = {"text": described(error), "type": type(error).__name__, "last": last}
+        if is_of_device(error):
+            text["device"] = device_note(self.device_place(place))
+            error.add_note(f"{NOTE_START}{text['device']}")
         line_id = self.box.intern(EntryType.LINE, line) if line else 0
         self._write(Kind.EXCEPTION, track, place_ids, line=line_id, extra=self._text(text))
 
@@ -281,6 +286,13 @@ class Recorder:
         return self.locator.place_of_ids(
             place_ids, track, rank=self.rank, step=self.step, line=None
         )
+
+    def device_place(self, cpu: Place) -> DevicePlace:
+        """Return where the device of this process is, beside the place of its CPU.
+
+        Makes no call of the device, so it is safe after an error of the device.
+        """
+        return own_device_place(self.box, cpu)
 
     def place(self, frame: FrameType | None) -> Place:
         """Return the place of the calling thread."""

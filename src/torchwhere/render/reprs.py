@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import device_lanes
 from torchwhere.blackbox.run import BoxRun, RunSummary
 from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.events import Event
@@ -133,7 +134,11 @@ def _box_line(box: Box) -> str:
 
 
 def _box_html(box: Box) -> str:
-    columns, rows = events_table(list(box.events(last=_MOST_SHOWN)), started_ns=started_ns(box))
+    columns, rows = events_table(
+        list(box.events(last=_MOST_SHOWN)),
+        started_ns=started_ns(box),
+        has_device=bool(device_lanes(box)),
+    )
     title = f"rank {box.rank}: {len(box.records):,} events, {box.path}"
     return page.fragment(
         page.paragraph(title, style="bold"),
@@ -205,7 +210,7 @@ def _verdict_html(verdict: Verdict) -> str:
     culprits = set(verdict.culprits)
     order = [*verdict.culprits, *(rank for rank in sorted(verdict.ranks) if rank not in culprits)]
     headings = ("state", "place", "last collective", "detail")
-    columns = [Column("rank", right=True), *map(Column, headings)]
+    columns = [Column("rank", right=True), *map(Column, headings), Column("GPU", optional=True)]
     rows = (_rank_row(rank, verdict.ranks[rank]) for rank in order if rank in verdict.ranks)
     return page.fragment(
         page.paragraph(first, style=style),
@@ -218,7 +223,12 @@ def _rank_row(rank: int, report: RankReport) -> list[Cell]:
     last = report.last or {}
     call = f"{last.get('op')} #{last.get('number')}" if last else ""
     place = str(report.place).partition(", ")[2]
-    return [str(rank), str(report.state), plain(place), plain(call), plain(report.detail or "")]
+    texts = (place, call, report.detail or "", _device_cell(report))
+    return [str(rank), str(report.state), *map(plain, texts)]
+
+
+def _device_cell(report: RankReport) -> str:
+    return report.device.device_text().removeprefix("GPU: ") if report.device is not None else ""
 
 
 def _rank_report_line(report: RankReport) -> str:
@@ -226,7 +236,8 @@ def _rank_report_line(report: RankReport) -> str:
 
 
 def _rank_report_text(report: RankReport) -> str:
-    parts = (f"{report.state}", f"{report.place}", report.detail)
+    device = report.device.device_text() if report.device is not None else None
+    parts = (f"{report.state}", f"{report.place}", report.detail, device)
     return plain(": ".join(part for part in parts if part))
 
 

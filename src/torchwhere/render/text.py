@@ -25,17 +25,22 @@ _PASS_STYLE = {
     "outside": "dim",
 }
 _CERTAINTY = {Certainty.EXACT: "", Certainty.INFERRED: "~", Certainty.UNKNOWN: "?"}
+_DEVICE_TIMES = {"reached": "reached_ns", "done": "done_ns"}  # columns, and their fields
 _PEER = {"send": "to", "recv": "from"}
 
 
 # -- events ----------------------------------------------------------------------------------------
 
 
-def events_lines(events: Iterable[Event], *, started_ns: int, width: int | None) -> Iterator[Line]:
-    """One line an event; `time` is in seconds since `started_ns`."""
-    columns, rows = events_table(events, started_ns=started_ns)
+def events_lines(
+    events: Iterable[Event], *, started_ns: int, width: int | None, has_device: bool = False
+) -> Iterator[Line]:
+    """One line an event; times are in seconds since `started_ns`. With `has_device`, also when the
+    device reached a collective, and when it was done."""
+    columns, rows = events_table(events, started_ns=started_ns, has_device=has_device)
     narrowing = (
         ("event", 56),
+        *((("done", 0), ("reached", 0)) if has_device else ()),
         ("line", 20),
         ("event", 46),
         ("time", 0),
@@ -47,31 +52,40 @@ def events_lines(events: Iterable[Event], *, started_ns: int, width: int | None)
 
 
 def events_table(
-    events: Iterable[Event], *, started_ns: int
+    events: Iterable[Event], *, started_ns: int, has_device: bool = False
 ) -> tuple[list[Column], Iterator[list[Cell]]]:
     columns = [
         Column("rank", right=True),
         Column("step", right=True),
         Column("time", right=True),
+        *(Column(heading, right=True) for heading in (_DEVICE_TIMES if has_device else ())),
         Column("pass"),
         Column("line", keep_end=True),
         Column("module", keep_end=True),
         Column("event"),
     ]
-    return columns, (_event_row(event, started_ns) for event in events)
+    keys = _DEVICE_TIMES.values() if has_device else ()
+    return columns, (_event_row(event, started_ns, keys) for event in events)
 
 
-def _event_row(event: Event, started_ns: int) -> list[Cell]:
+def _event_row(event: Event, started_ns: int, device_times: Iterable[str]) -> list[Cell]:
     place = event.place
+    fields = event.fields if event.kind == "collective" else {}
+    times = [event.t_ns, *(fields.get(key) for key in device_times)]
     return [
         str(place.rank),
         "" if place.step is None else str(place.step),
-        [(f"{(event.t_ns - started_ns) / 1e9:.3f}", "dim")],
+        *([(_seconds(t_ns, started_ns), "dim")] for t_ns in times),
         [(place.pass_, _PASS_STYLE.get(place.pass_, ""))],
         [(plain(place.line or ""), "dim")],
         plain(module_cell(event)),
         plain(event_text(event)),
     ]
+
+
+def _seconds(t_ns: Any, started_ns: int) -> str:
+    """A time since the start; empty if there is none."""
+    return f"{(t_ns - started_ns) / 1e9:.3f}" if isinstance(t_ns, int) else ""
 
 
 def module_cell(event: Event) -> str:

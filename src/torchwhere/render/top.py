@@ -55,6 +55,8 @@ HELP = (
     ("STUCK", "it does not move and waits for no rank"),
     ("BEHIND", "it moves, and other ranks wait for it"),
     ("waiting for 2", "it has issued a collective that rank 2 has not issued yet"),
+    ("GPU at", "the last step, module or collective that the GPU has reached"),
+    ("GPU behind", "steps and collectives that the CPU has issued and the GPU has not reached"),
     ("verdict", "the doctor's diagnosis, made in the background when something is wrong"),
 )
 _MOST_SINGLE = 64  # more ranks share lines in plain text
@@ -105,7 +107,9 @@ def _culprits_sentence(run: RunNow) -> str:
         sentence += f", {others} more"
     if waiting:
         verb = "waits" if len(waiting) == 1 else "wait"
-        sentence += f"; {plural(len(waiting), 'rank')} {verb} in {collective_text(waiting[0])}"
+        sentence += (
+            f"; {plural(len(waiting), 'rank')} {verb} in {collective_text(waiting[0].arrived)}"
+        )
     return sentence
 
 
@@ -120,6 +124,15 @@ def verdict_sentence(verdict: Verdict, run: RunNow) -> str:
         # The rest tells how far the job is, which the screen shows anyway.
         sentence = sentence.partition(". ")[0].removesuffix(".")
     return f"{kind}: {sentence}" if sentence else kind
+
+
+def device_lines(run: RunNow, verdict: Verdict | None) -> list[str]:
+    """Where the CPU and the device of the first culprit are; empty if it has no device."""
+    named = (verdict or {}).get("culprits") or [rank.rank for rank in run.culprits]
+    culprit = next((rank for rank in run.ranks if rank.rank in named[:1]), None)
+    if culprit is None or culprit.device is None:
+        return []
+    return [f"rank {culprit.rank}: {culprit.device}"]
 
 
 def remarks(run: RunNow) -> list[str]:
@@ -159,6 +172,7 @@ class _TopScreen:
         elif run.culprits and is_roomy:
             lines.append([("the doctor is running", "dim")])
         if is_roomy:
+            lines += self._device_lines()
             lines += [[(self.text(remark), "yellow")] for remark in remarks(run)[:2]]
         return lines[: max(1, self.height - 3)]
 
@@ -168,6 +182,14 @@ class _TopScreen:
         if verdict.get("kind") == "healthy":
             return [[(line, "")] for line in wrapped[:1]]
         return [[(line, "bold")] for line in wrapped[: 3 if self.height >= 20 else 1]]
+
+    def _device_lines(self) -> list[Line]:
+        most = 2 if self.height >= 20 else 1
+        lines: list[Line] = []
+        for text in device_lines(self.run, self.verdict):
+            wrapped = textwrap.wrap(self.charset.of(text), max(self.width, 10))
+            lines += [[(line, "")] for line in wrapped[:most]]
+        return lines
 
     def _first_line(self) -> str:
         """Folder, number of ranks, step. The end of a long folder name is kept."""
@@ -280,6 +302,8 @@ def plain_lines(run: RunNow, *, verdict: Verdict | None, width: int | None) -> I
     yield fitted([(plain(sentence), style)], width)
     if verdict is not None:
         yield fitted([(plain(verdict_sentence(verdict, run)), "")], width)
+    for line in device_lines(run, verdict):
+        yield fitted([(plain(line), "")], width)
     for remark in remarks(run):
         yield fitted([(plain(remark), "yellow")], width)
     if run.ranks:
@@ -288,7 +312,10 @@ def plain_lines(run: RunNow, *, verdict: Verdict | None, width: int | None) -> I
 
 def _plain_table(run: RunNow, width: int | None) -> Iterator[Line]:
     rows = TopView(folds=len(run.ranks) > _MOST_SINGLE).rows(run, len(run.ranks))
-    keys = ("rank", "state", "step", "pass", "module", "line", "last", "age", "speed")
+    keys = (
+        ("rank", "state", "step", "pass", "module", "line", "last")
+        + ("gpu", "behind", "age", "speed")
+    )  # fmt: skip
     columns = [
         Column("!"),
         Column("rank"),
@@ -298,6 +325,8 @@ def _plain_table(run: RunNow, width: int | None) -> Iterator[Line]:
         Column("module", keep_end=True),
         Column("line", keep_end=True),
         Column("last collective"),
+        Column("GPU at", keep_end=True, optional=True),
+        Column("GPU behind", optional=True),
         Column("age", right=True),
         Column("steps/s", right=True),
     ]
@@ -305,9 +334,12 @@ def _plain_table(run: RunNow, width: int | None) -> Iterator[Line]:
         ("last collective", 20),
         ("module", 12),
         ("line", 16),
+        ("GPU at", 16),
         ("pass", 0),
         ("module", 0),
         ("last collective", 0),
+        ("GPU behind", 0),
+        ("GPU at", 0),
         ("line", 0),
     )
     lines = (

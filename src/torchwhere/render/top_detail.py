@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import device_lanes
 from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.live.ranks import RankNow
@@ -54,12 +55,26 @@ def _facts(rank: RankNow) -> Iterator[Line]:
         f"{place.pass_} of {module_text(rank)}" if place.module is not None else place.pass_,
     )
     yield _fact("line", place.line or "-")
-    yield _fact("last", collective_text(rank))
+    yield _fact("last", collective_text(rank.issued))
+    yield from _device_facts(rank)
     yield _fact("age", age(rank.age_s) + (" (stalled)" if rank.is_stalled else ""))
     if rank.waits_for:
         yield _fact("waits for", ranks_phrase(rank.waits_for))
     if rank.is_blamed:
         yield _fact("blamed", "other ranks wait for this one")
+
+
+def _device_facts(rank: RankNow) -> Iterator[Line]:
+    device = rank.device
+    if device is None:
+        return
+    yield _fact("GPU", device.reached_text())
+    if device.next is not None:
+        yield _fact("GPU next", device.next_text())
+    if device.behind_text():
+        yield _fact("GPU is", device.behind_text())
+    if device.pending and device.looked_ns:
+        yield _fact("GPU age", age(max(0, device.looked_ns - device.t_ns) / 1e9))
 
 
 def _fact(name: str, text: object) -> Line:
@@ -91,7 +106,9 @@ def _events(box: Box | None, width: int) -> Iterator[Line]:
     if box is not None:
         yield [("last events", "bold")]
         events = box.events(last=_EVENTS)
-        yield from events_lines(events, started_ns=started_ns(box), width=width)
+        yield from events_lines(
+            events, started_ns=started_ns(box), width=width, has_device=bool(device_lanes(box))
+        )
 
 
 def _verdict(verdict: dict[str, Any] | None) -> Iterator[Line]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
+from torchwhere.blackbox.issued import Issued
 from torchwhere.core.place import Certainty, shown
 from torchwhere.core.rank_text import ranks_text
+from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.cohorts import LiveCohort
 from torchwhere.diagnose.live.ranks import RankNow
@@ -95,7 +97,7 @@ def _state(cohort: LiveCohort, width: int) -> str:
     text = state_text(rank)
     if rank.waits_for and rank.state is State.WAITING:
         awaited = {other.waits_for for other in cohort.ranks[:_MOST_COMPARED]}
-        longer = f"{text} for {_awaited_text(rank.waits_for)}"
+        longer = f"{State.WAITING} for {_awaited_text(rank.waits_for)}"
         if len(awaited) == 1 and len(longer) <= width:
             return longer
     return text if len(text) <= width else _SHORT_STATE.get(text, text)
@@ -132,10 +134,34 @@ def module_text(rank: RankNow) -> str:
     return shown(place.module) + (f" call {place.call}" if place.call else "")
 
 
-def collective_text(rank: RankNow) -> str:
-    if rank.issued is None:
-        return "-"
-    return f"{rank.issued.op} #{rank.issued.number} {rank.group}"
+def collective_text(issued: Issued | None) -> str:
+    return "-" if issued is None else f"{issued.op} #{issued.number} {issued.group.title}"
+
+
+def _device_at(rank: RankNow) -> str:
+    """Where the device is, in a few words; empty without a device."""
+    device = rank.device
+    if device is None or device.place is None:
+        return ""
+    if device.collective is not None:
+        return device.collective.short_text
+    pass_ = device.place.pass_
+    return f"{_SHORT_PASS.get(pass_, pass_)} {shown(device.place.module)}".removeprefix("- ")
+
+
+def _device_behind(rank: RankNow, width: int) -> str:
+    """How far the device is behind the CPU: steps and collectives, or only steps."""
+    device = rank.device
+    if device is None:
+        return ""
+    if not device.pending:  # of what was issued since the last look, nothing is known
+        return "?" if device.collectives_behind else "-"
+    collectives = f"{device.collectives_behind:,} coll"
+    if not device.steps_behind:
+        return collectives
+    steps = plural(device.steps_behind, "step")
+    longer = f"{steps}, {collectives}"
+    return longer if len(longer) <= width else steps
 
 
 def _place(cohort: LiveCohort, text: Callable[[RankNow], str]) -> str:
@@ -167,12 +193,16 @@ _COLUMNS = (
     _Spec("module", "module", 11, 60, keep_end=True),
     _Spec("line", "line", 12, 48, keep_end=True),
     _Spec("last", "last collective", 15, 40),
+    _Spec("gpu", "GPU at", 12, 32, keep_end=True),
+    _Spec("behind", "GPU behind", 10, 18),
     _Spec("age", "age", 5, 5, right=True),
     _Spec("speed", "st/s", 5, 5, right=True),
 )
 _PRIORITY = ("rank", "state", "age", "step", "line", "last", "module", "pass", "speed")
-_GROWING = ("last", "line", "state", "module", "pass", "module", "line", "last", "state", "rank")
-_WANTED = {"last": 24, "line": 20, "state": 14, "module": 16}  # before anything grows further
+_DEVICE_PRIORITY = ("rank", "state", "age", "step", "line", "gpu", "behind", "module", "pass")
+_GROWING = ("behind", "last", "gpu", "line", "state", "module", "pass")
+_WANTED = {"last": 24, "line": 20, "state": 14, "module": 16, "gpu": 22, "behind": 14}
+_GROWING_LATER = ("module", "gpu", "line", "last", "state", "rank")
 MARKS = 2  # cells before the first column
 
 
@@ -184,18 +214,18 @@ def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
     needed["step"] = max(4, len(str(step)))
     left = width - MARKS + 1
     chosen: dict[str, int] = {}
-    for key in _PRIORITY:
+    has_device = any(row.cohort.lead.device is not None for row in rows)
+    for key in dict.fromkeys((_DEVICE_PRIORITY if has_device else ()) + _PRIORITY):
         if needed[key] + 1 <= left:
             chosen[key] = needed[key]
             left -= needed[key] + 1
-    for turn, key in enumerate(_GROWING):
-        if key not in chosen:
-            continue
-        is_first_round = turn < len(_GROWING) // 2
-        most = _WANTED.get(key, specs[key].most) if is_first_round else specs[key].most
-        growth = max(0, min(left, most - chosen[key]))
-        chosen[key] += growth
-        left -= growth
+    mosts = {key: spec.most for key, spec in specs.items()}
+    for keys, limits in ((_GROWING, mosts | _WANTED), (_GROWING_LATER, mosts)):
+        for key in keys:
+            if key in chosen:
+                growth = max(0, min(left, limits[key] - chosen[key]))
+                chosen[key] += growth
+                left -= growth
     return {spec.key: chosen[spec.key] for spec in _COLUMNS if spec.key in chosen}
 
 
@@ -254,11 +284,13 @@ def cell(row: TopRow, key: str, width: int) -> str:
     if key == "pass":
         pass_ = _place(cohort, lambda rank: rank.place.pass_)
         return pass_ if len(pass_) <= width else _SHORT_PASS.get(pass_, "*")
-    if key in ("module", "line", "last"):
-        texts = {
+    if key in ("module", "line", "last", "gpu", "behind"):
+        texts: dict[str, Callable[[RankNow], str]] = {
             "module": module_text,
             "line": lambda rank: rank.place.line or "-",
-            "last": collective_text,
+            "last": lambda rank: collective_text(rank.issued),
+            "gpu": _device_at,
+            "behind": lambda rank: _device_behind(rank, width),
         }
         return _place(cohort, texts[key])
     return age(rank.age_s) if key == "age" else speed(rank.steps_per_s)

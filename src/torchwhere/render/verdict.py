@@ -18,12 +18,14 @@ _TITLES = {
     VerdictKind.HEALTHY: "HEALTHY",
 }
 _MOST_STACKS = 4
+_MOST_DEVICES = 4
 _MOST_FRAMES = 12
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """The lines of the text: title, explanation, last common collective, stacks, missing data."""
-    lines = [_title(verdict), *verdict.explanation]
+    """The lines of the text: title, explanation, devices, last common collective, stacks, and
+    missing data."""
+    lines = [_title(verdict), *verdict.explanation, *_device_lines(verdict)]
     if verdict.last_common is not None and verdict.kind is not VerdictKind.MISMATCH:
         lines.append(f"  last in common: {_call_text(verdict.last_common)}")
     for rank in verdict.culprits[:_MOST_STACKS]:
@@ -34,6 +36,14 @@ def verdict_lines(verdict: Verdict) -> list[str]:
             lines += [f"    {frame.rpartition('/site-packages/')[2]}" for frame in frames]
     lines += [f"Not known: {sentence}" for sentence in verdict.missing_data]
     return [printable(line) for line in lines]
+
+
+def _device_lines(verdict: Verdict) -> list[str]:
+    """Where the CPUs and the devices of the culprits are, if their devices are known."""
+    reports = [(rank, verdict.ranks[rank]) for rank in verdict.culprits if rank in verdict.ranks]
+    lines = [f"  rank {rank}: {report.device}" for rank, report in reports if report.device]
+    left_out = len(lines) - _MOST_DEVICES
+    return [*lines[:_MOST_DEVICES], *([f"  and {left_out} more"] if left_out > 0 else [])]
 
 
 def _title(verdict: Verdict) -> str:

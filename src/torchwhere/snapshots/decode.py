@@ -237,17 +237,18 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
     data = dict_(value)
     since_ns, last, end = or_none(int_, data["in_collective_since_ns"]), data["last"], data["end"]
     creations = list_(data.get("group_creations", []), most=64)
+    place = or_none(_place, data["place"])
     return RankSummary(
         box_summary=_box_summary(dict_(data["box_summary"]), host, ahead_ns),
         parts=tuple(map(_stream_slice, list_(data["parts"]))),
         last=(_stream_key(last[:3]), int_(last[3])) if last is not None else None,
         end=_event(end, ahead_ns) if end is not None else None,
         exceptions=tuple(_event(event, ahead_ns) for event in list_(data["exceptions"], most=64)),
-        place=or_none(_place, data["place"]),
+        place=place,
         in_collective_since_ns=since_ns - ahead_ns if since_ns is not None else None,
         unnamed=or_none(_ints, data.get("unnamed")),
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
-        device=decode_device(data.get("device"), ahead_ns, place=_place),
+        device=decode_device(data.get("device"), ahead_ns, cpu=place, place=_place),
         is_compiling=bool_(data["is_compiling"]),
         last_line=text_or_none(data["last_line"]),
         steppers=tuple(map(text_, list_(data["steppers"], most=256))),

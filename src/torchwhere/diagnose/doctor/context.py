@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchwhere.blackbox.run import RunSummary
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.job_calls import JobCalls
@@ -128,6 +129,24 @@ class Context:
             certainty=place.certainty,
             param=place.param,
         )
+
+    def device_place(self, rank: int) -> DevicePlace | None:
+        """Where the device of a rank is, beside its CPU; None if that is not known."""
+        state = self.job_calls.by_rank[rank].rank_summary.device
+        return replace(state.device_place, cpu=self.place(rank)) if state is not None else None
+
+    @cached_property
+    def unknown_devices(self) -> list[int]:
+        """Ranks that use NCCL and whose device progress is not known. Dumps have another source."""
+        if self.run.noun == "dump":
+            return []
+        group = self.job_calls.group
+        return [
+            rank
+            for rank, rank_calls in self.job_calls.by_rank.items()
+            if rank_calls.rank_summary.device is None
+            and any(group(key).backend == "nccl" for key in rank_calls.calls)
+        ]
 
     def detail(self, rank: int, *, blocked: Collection[int] = ()) -> Detail | None:
         """How a rank exited, or what blocks it."""

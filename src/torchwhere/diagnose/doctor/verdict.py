@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Certainty, Place
 from torchwhere.core.results import Shown, Tabular
 from torchwhere.diagnose.doctor.compact_json import folded
@@ -63,6 +64,7 @@ class RankReport(Shown):
         last: Its last collective.
         detail: How it exited, or what blocks it.
         stack: Its Python stack, innermost line first, if available.
+        device: Where its device is, beside its CPU; None if that is not known.
     """
 
     state: State
@@ -70,13 +72,19 @@ class RankReport(Shown):
     last: dict[str, Any] | None = None
     detail: str | None = None
     stack: tuple[str, ...] = ()
+    device: DevicePlace | None = None
 
     def to_dict(self) -> dict[str, Any]:
         place = self.place.to_dict()
         fields = {"state": str(self.state)} | {
             name: place[name] for name in ("step", "pass", "module", "call", "line")
         }
-        return fields | {"last": self.last, "detail": self.detail, "stack": list(self.stack)}
+        return fields | {
+            "last": self.last,
+            "detail": self.detail,
+            "stack": list(self.stack),
+            "device": self.device.to_dict() if self.device is not None else None,
+        }
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -95,11 +103,11 @@ class Verdict(Shown, Tabular):
         explanation: Sentences: the fault, the cause, what to look at.
         facts: Data of this kind of verdict: cohorts, the cycle of waits, lateness.
 
-    As JSON, `ranks` is `{rank: {state, step, pass, module, call, line, last, detail, stack}}`,
-    complete for up to 256 ranks. Beyond that, the culprits and one rank of each kind are complete,
-    and all others have `{state, step, like}`: `like` is the rank whose report represents theirs,
-    and `alike_in` lists the fields in which they are equal (16,384 ranks: about 1 MB). In Python
-    all reports are always complete.
+    As JSON, `ranks` is `{rank: {state, step, pass, module, call, line, last, detail, stack,
+    device}}`, complete for up to 256 ranks. Beyond that, the culprits and one rank of each kind are
+    complete, and all others have `{state, step, like}`: `like` is the rank whose report represents
+    theirs, and `alike_in` lists the fields in which they are equal (16,384 ranks: about 1 MB). In
+    Python all reports are always complete.
 
     Example:
         verdict = torchwhere.doctor("run/")
@@ -133,15 +141,26 @@ class Verdict(Shown, Tabular):
         }
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """Return one row for each rank: state, place, last collective."""
-        return [_as_row(rank, report) for rank, report in sorted(self.ranks.items())]
+        """Return one row for each rank: state, place, last collective, and the place of the device
+        if one is known."""
+        has_device = any(report.device is not None for report in self.ranks.values())
+        return [
+            _as_row(rank, report) | (_device_columns(report) if has_device else {})
+            for rank, report in sorted(self.ranks.items())
+        ]
 
 
 def _as_row(rank: int, report: RankReport) -> dict[str, Any]:
     row = {"rank": rank} | report.to_dict()
-    last, stack = row.pop("last") or {}, row.pop("stack")
+    last, stack, _ = row.pop("last") or {}, row.pop("stack"), row.pop("device")
     return (
         row
         | {f"last_{name}": last.get(name) for name in ("op", "group", "number")}
         | {"stack": "\n".join(stack) or None}
     )
+
+
+def _device_columns(report: RankReport) -> dict[str, Any]:
+    values = report.device.to_dict() if report.device is not None else {}
+    names = ("step", "pass", "module", "line", "steps_behind", "collectives_behind")
+    return {f"device_{name}": values.get(name) for name in names}

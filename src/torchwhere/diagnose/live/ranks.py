@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torchwhere.blackbox.live_box import Issued, LiveBox
+from torchwhere.blackbox.issued import Issued
+from torchwhere.blackbox.live_box import LiveBox
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.doctor.exit_records import ended_well
@@ -55,6 +57,16 @@ class RankNow:
     def issued(self) -> Issued | None:
         return self.live_box.issued()
 
+    @cached_property
+    def arrived(self) -> Issued | None:
+        """The last collective that it has reached: on its device if it runs there."""
+        return self.live_box.arrived()
+
+    @cached_property
+    def device(self) -> DevicePlace | None:
+        """Where its device is; None if no device has reached a mark."""
+        return self.live_box.device()
+
     @property
     def host(self) -> str:
         return str(self.live_box.meta.get("host") or "")
@@ -88,6 +100,7 @@ class RankNow:
             "waits_for": list(self.waits_for),
             "host": self.host,
             "detail": self.detail,
+            "device": self.device.to_dict() if self.device is not None else None,
         }
 
 

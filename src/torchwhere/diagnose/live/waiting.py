@@ -1,12 +1,14 @@
 """Which ranks wait for which, from the counters alone: a stalled rank waits for the ranks that have
-not issued its last collective."""
+not reached the last collective that it has reached. A CPU reaches a collective when it issues it; a
+collective on a device is reached when the device comes to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchwhere.blackbox.live_box import Issued, LiveBox
+from torchwhere.blackbox.issued import Issued
+from torchwhere.blackbox.live_box import LiveBox
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,11 @@ class Waiting:
 
 
 def waiting_ranks(boxes: Mapping[int, LiveBox], still: Iterable[int]) -> Waiting:
-    """The ranks among `still` whose last collective other members have not issued."""
+    """The ranks among `still` whose last collective other members have not reached."""
     behind: dict[tuple[object, int], tuple[int, ...]] = {}  # many ranks wait in the same call
     waits = {}
     for rank in still:
-        issued = boxes[rank].issued()
+        issued = boxes[rank].arrived()
         if issued is None:
             continue
         key = issued.stream, issued.number
@@ -44,7 +46,7 @@ def waiting_ranks(boxes: Mapping[int, LiveBox], still: Iterable[int]) -> Waiting
 
 
 def _behind(issued: Issued, boxes: Mapping[int, LiveBox]) -> tuple[int, ...]:
-    """Members that have not issued the call. Ranks without a box are unknown and left out."""
+    """Members that have not reached the call. Ranks without a box are unknown and left out."""
     stream = issued.stream
     members = (stream.source, stream.destination) if stream.source >= 0 else issued.group.ranks
     return tuple(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.examine import Diagnosis
@@ -112,6 +113,7 @@ def _report(context: Context, finding: Finding, rank: int) -> RankReport:
         last=shown_fields(rank_calls.fields(*last)) if last is not None else None,
         detail=detail_text(detail) if detail is not None else None,
         stack=context.status(rank).stack,
+        device=context.device_place(rank),
     )
 
 
@@ -129,6 +131,9 @@ def _missing_data(context: Context) -> list[str]:
             f"the rings of {plural(wrapped, 'rank')} have wrapped: only calls that all rings still"
             " hold were compared"
         )
+    if context.unknown_devices:
+        ranks_text = ranks_phrase(context.unknown_devices, most=8)
+        lines.append(f"device progress of {ranks_text}: only what the CPUs issued was compared")
     return lines
 
 

@@ -11,7 +11,7 @@ from torchwhere.diagnose.doctor.rules.device_hang import (
     DeviceDeadlock,
     DevicesBlockedTogether,
 )
-from torchwhere.render.verdict_text.phrases import in_place, op_text, place_text
+from torchwhere.render.verdict_text.phrases import op_text, place_text
 
 _MOST_RANKS = 4  # that have lines of their own
 
@@ -29,10 +29,6 @@ def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
     ]
     if cause.waiting:
         lines.append(_waiting_text(context, cause.waiting))
-    for device in cause.blocked[:_MOST_RANKS]:
-        lines += _device_text(context, device)
-    if len(ranks) > _MOST_RANKS:
-        lines.append(f"  and {len(ranks) - _MOST_RANKS} more")
     return [*lines, _cause_text(context, first)]
 
 
@@ -73,15 +69,6 @@ def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> str:
     if len(calls) == 1:
         return f"  waiting on the device: {ranks}, in {_call_text(context, *calls.values())}"
     return f"  waiting on the device: {ranks}, in {len(calls)} different collectives"
-
-
-def _device_text(context: Context, device: StalledDevice) -> list[str]:
-    """Where the device and the CPU of a rank are."""
-    reached = place_text(device.place) if device.place is not None else "nothing yet"
-    return [
-        f"  rank {device.rank}, device: last reached {reached}",
-        f"  rank {device.rank}, CPU: {in_place(context.place(device.rank))}",
-    ]
 
 
 def _cause_text(context: Context, device: StalledDevice) -> str:

@@ -1,0 +1,40 @@
+"""The last collective of a rank, from the counters of its streams and one record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchwhere.blackbox.file_format import STREAM_ID_SHIFT, Record, unpack_stream
+from torchwhere.blackbox.groups import Group, StreamName
+from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames
+from torchwhere.core.events import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """The last collective that a rank issued."""
+
+    op: str
+    group: Group
+    number: int
+    stream: StreamName
+
+
+def matched_call(
+    names: BoxNames, record: Record | None, counted: Iterable[tuple[int, int]]
+) -> Issued | None:
+    """The collective of a record, if the count of a stream of its group ends with it."""
+    if record is None or record.kind != Kind.COLLECTIVE:
+        return None
+    op, group_name = names.ops.get(record.subject, UNKNOWN_OP)
+    for stream, count in reversed(list(counted)):
+        group = names.groups.get(stream >> STREAM_ID_SHIFT)
+        if group is not None and group.name == group_name and count == record.extra + 1:
+            return Issued(op, group, record.extra, stream_name(names, stream))
+    return None
+
+
+def stream_name(names: BoxNames, stream: int) -> StreamName:
+    group_id, source, destination = unpack_stream(stream)
+    return StreamName(names.groups[group_id].name, source, destination)

@@ -1,0 +1,57 @@
+"""The place of the device of this process, from its own box.
+
+It reads words that the native extension has written, and makes no call of the device: it never
+waits, and it works after an error of the device.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torchwhere.blackbox.device_place import DeviceSource, call_name, read_device_place
+from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.string_table import json_int, json_object
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.device_place import DevicePlace
+from torchwhere.core.place import Place
+from torchwhere.core.sanitize import printable
+
+NO_WATCH = "no watch is running"
+NO_EXTENSION = "the native extension is not in use; `torchwhere native` builds it"
+NO_ACCELERATOR = "this torch was built without an accelerator"
+
+
+def own_device_place(box: BoxWriter, cpu: Place) -> DevicePlace:
+    """Return where the device of this process is, given where its CPU is."""
+    if not box.geometry.lanes:
+        return DevicePlace(cpu, problem=NO_ACCELERATOR if box.native else NO_EXTENSION)
+    offset_ns = json_int(box.meta, "clock_offset_ns")
+
+    def group(name: str) -> dict[str, Any] | None:
+        groups = map(json_object, box.names_of_type(EntryType.GROUP))
+        # of several entries of a name the last one wins: its mesh became known later
+        return {str(group.get("name")): group for group in groups}.get(name)
+
+    source = DeviceSource(
+        box.geometry,
+        read=box.read,
+        name=box.name,
+        op_and_group=lambda entry_id: call_name(json_object(box.name(entry_id)), group),
+        wall_ns=lambda t_ns: t_ns + offset_ns,
+    )
+    return read_device_place(source, cpu=cpu)
+
+
+def device_note(device: DevicePlace) -> str:
+    """The note on an error of the device, which surfaces later than the kernel that failed."""
+    if device.problem is not None:
+        return device.device_text()
+    parts = [f"the GPU had reached: {device.reached_text()}"]
+    following = device.next_text()
+    if following is not None:
+        parts.append(f"not reached: {following}")
+    if device.looked_ns:
+        ago_ms = max(0, time.time_ns() - device.looked_ns) / 1e6
+        parts.append(f"as of {ago_ms:.0f} ms before this exception")
+    return printable("; ".join(parts))
