@@ -63,8 +63,8 @@ def test_sentences(runs: Path) -> None:
             ' "default"'
         ),
         (
-            "Likely cause: a kernel or a copy on that device does not end, issued before backward of"
-            " layers.2.0, nccl_jobs.py:35, step 6. Look at: nvidia-smi and the kernel log (Xid) on"
+            "Likely cause: a kernel or a copy on that device does not end, issued before that call"
+            " (backward of layers.2.0, nccl_jobs.py:35, step 6). Look at: nvidia-smi and the kernel log (Xid) on"
             " the host of rank 2, and the kernels of that code."
         ),
     ]

@@ -26,6 +26,7 @@ from torchwhere.blackbox.file_format import (
     TIMES_BYTES,
     TIMES_DONE,
     TIMES_NUMBER,
+    TIMES_NUMBER_MASK,
     TIMES_REACHED,
     EntryType,
     Geometry,
@@ -312,7 +313,7 @@ class Box(Shown):
         at = geometry.times_at - geometry.lanes_at + number % geometry.capacity * TIMES_BYTES
         slot = self._device[at : at + TIMES_BYTES]
         words = memoryview(slot).cast("Q").tolist() if len(slot) == TIMES_BYTES else [0]
-        if words[TIMES_NUMBER] != number + 1:
+        if words[TIMES_NUMBER] & TIMES_NUMBER_MASK != number + 1:
             return {}
         times = {"reached_ns": words[TIMES_REACHED], "done_ns": words[TIMES_DONE]}
         return {name: self.wall_ns(t_ns) for name, t_ns in times.items() if t_ns}

@@ -42,6 +42,7 @@ from torchwhere.blackbox.file_format import (
     TIMES_DONE,
     TIMES_LANE_SHIFT,
     TIMES_NUMBER,
+    TIMES_NUMBER_MASK,
     TIMES_REACHED,
     unpack_stream,
 )
@@ -51,7 +52,7 @@ from torchwhere.core.place import Place, unknown_place
 
 Words = npt.NDArray[np.uint64]
 _MOST_UNREACHED = 256
-_NUMBER_MASK = np.uint64((1 << TIMES_LANE_SHIFT) - 1)
+_NUMBER_MASK = np.uint64(TIMES_NUMBER_MASK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from torchwhere.blackbox.file_format import (
     TIMES_BYTES,
     TIMES_DONE,
     TIMES_NUMBER,
+    TIMES_NUMBER_MASK,
     TIMES_REACHED,
     Geometry,
     Record,
@@ -123,7 +124,7 @@ def _call_state(source: DeviceSource, lane: Words) -> CallState | None:
         return None
     at = geometry.times_at + (number - 1) % geometry.capacity * TIMES_BYTES
     times = _words(source.read(at, TIMES_BYTES))
-    if len(times) < TIMES_BYTES // 8 or times[TIMES_NUMBER] != number:
+    if len(times) < TIMES_BYTES // 8 or times[TIMES_NUMBER] & TIMES_NUMBER_MASK != number:
         return None
     if times[TIMES_DONE] == lane[LANE_TIME]:
         return CallState.DONE

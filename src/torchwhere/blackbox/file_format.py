@@ -95,6 +95,7 @@ PROGRESS_REACHED, PROGRESS_REACHED_TIME, PROGRESS_DONE, PROGRESS_DONE_TIME = ran
 # number is the index of the lane plus 1; 0: unknown.
 TIMES_NUMBER, TIMES_REACHED, TIMES_DONE = range(3)
 TIMES_LANE_SHIFT = 56
+TIMES_NUMBER_MASK = (1 << TIMES_LANE_SHIFT) - 1
 # The stream of a counter in one word: an entry id above, then source + 1, then destination + 1.
 STREAM_ID_SHIFT = 40
 STREAM_SOURCE_SHIFT = 20

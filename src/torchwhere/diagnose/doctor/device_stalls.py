@@ -1,8 +1,9 @@
 """Finds ranks whose device does not progress, and which of them only wait for another device.
 
-On a GPU the CPU issues collectives and goes on. A device is stalled if it has not reached what its
-CPU issued long ago. It only waits if the last collective that it reached is one that another rank
-has not reached. A stalled device that waits for no rank is blocked by itself.
+On a GPU the CPU issues work and goes on. A device is stalled if it has not reached what its CPU
+issued long ago: a collective, a step or a module. It only waits if the last collective that it
+reached is one that another rank has not reached. A stalled device that waits for no rank is blocked
+by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StalledDevice(NamedTuple):
     lasted_s: float
     place: Place | None  # the last mark that the device has reached
     reached: tuple[CallRef, ...]  # the last collectives that it has reached
-    next: CallRef  # the first collective that it has not reached
+    next: CallRef | None  # the first collective that it has not reached, if any was issued
     waits_for: tuple[int, ...]  # ranks that have not reached one of `reached`
 
 
@@ -56,16 +57,22 @@ class DeviceStalls:
 
     def _stalled(self, rank_calls: RankCalls) -> StalledDevice | None:
         state = rank_calls.rank_summary.device
-        if state is None or not state.pending or not state.unreached:
+        if state is None or not state.pending:
             return None
-        first = _call(rank_calls, state.unreached[0])
-        if first is None:
-            return None
+        first = _call(rank_calls, state.unreached[0]) if state.unreached else None
+        if first is None and state.unreached:
+            return None  # its record is lost, and so is the time of its issue
         looked_ns = state.looked_ns or rank_calls.box_summary.beat_ns
-        # before it was issued, the device could not reach it
-        since_ns = max(state.reached_ns, rank_calls.issued_ns(first.key, first.number))
+        # Before it was issued, the device could not reach it. The time of a place is not recorded,
+        # but the CPU issued it before its last record.
+        issued_ns = (
+            rank_calls.box_summary.last_ns
+            if first is None
+            else rank_calls.issued_ns(first.key, first.number)
+        )
+        since_ns = max(state.reached_ns, issued_ns)
         lasted_s = (looked_ns - since_ns) / 1e9
-        if lasted_s < self._patience_s(rank_calls, first.key):
+        if lasted_s < self._patience_s(rank_calls, None if first is None else first.key):
             return None
         calls = (_call(rank_calls, record) for record in state.reached)
         reached = tuple(call for call in calls if call is not None)
@@ -74,7 +81,7 @@ class DeviceStalls:
             rank_calls.rank, lasted_s, state.place, reached, first, tuple(sorted(waits_for))
         )
 
-    def _patience_s(self, rank_calls: RankCalls, key: StreamKey) -> float:
+    def _patience_s(self, rank_calls: RankCalls, key: StreamKey | None) -> float:
         """How long a device may take to reach a collective. A job that is over cannot be given more
         time: its device may take longer than usual, because kernels may be long."""
         patience_s = self.timing.patience_s(rank_calls.rank, key)

@@ -21,12 +21,12 @@ def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
     first = cause.blocked[0]
     noun = "device" if len(ranks) == 1 else "devices"
     has = "has" if len(ranks) == 1 else "have"
-    lines = [
-        (
-            f"The {noun} of {ranks_phrase(ranks)} {has} not reached"
-            f" {_call_text(context, first.next)}, which the CPU issued {first.lasted_s:.0f} s ago."
-        )
-    ]
+    subject = f"The {noun} of {ranks_phrase(ranks)} {has} not"
+    if first.next is None:
+        lines = [f"{subject} progressed for {first.lasted_s:.0f} s."]
+    else:
+        call = _call_text(context, first.next)
+        lines = [f"{subject} reached {call}, which the CPU issued {first.lasted_s:.0f} s ago."]
     if cause.waiting:
         lines.append(_waiting_text(context, cause.waiting))
     return [*lines, _cause_text(context, first)]
@@ -35,11 +35,10 @@ def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
 def blocked_together_text(cause: DevicesBlockedTogether, context: Context) -> list[str]:
     devices = cause.devices
     calls = {device.reached[:1] for device in devices}
-    last = devices[0].reached[0] if devices[0].reached else devices[0].next
     ranks = ranks_phrase([device.rank for device in devices])
     lines = [f"The devices of {ranks} do not progress. All have reached the same collectives."]
     if len(calls) == 1 and devices[0].reached:
-        lines.append(f"  last reached: {_call_text(context, last)}")
+        lines.append(f"  last reached: {_call_text(context, devices[0].reached[0])}")
     return [
         *lines,
         (
@@ -72,10 +71,14 @@ def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> str:
 
 
 def _cause_text(context: Context, device: StalledDevice) -> str:
-    call = context.job_calls.by_rank[device.rank].issued(device.next.key, device.next.number)
-    before = f", issued before {place_text(call.place)}" if call is not None else ""
+    issued = ""
+    if device.next is not None:
+        call = context.job_calls.by_rank[device.rank].issued(device.next.key, device.next.number)
+        issued = f", issued before that call ({place_text(call.place)})" if call is not None else ""
+    elif device.place is not None:
+        issued = f", issued after {place_text(device.place)}"
     return (
-        f"Likely cause: a kernel or a copy on that device does not end{before}. Look at: nvidia-smi"
+        f"Likely cause: a kernel or a copy on that device does not end{issued}. Look at: nvidia-smi"
         f" and the kernel log (Xid) on the host of rank {device.rank}, and the kernels of that"
         " code."
     )
