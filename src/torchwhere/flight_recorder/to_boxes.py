@@ -21,6 +21,7 @@ from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, N
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place
+from torchwhere.diagnose.dump_progress import MessageCount, MessageStream, PendingCall
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
 from torchwhere.flight_recorder.own_entries import (
     LARGEST,
@@ -47,6 +48,7 @@ class Account:
     completed: int = -1
     joined: int = -1  # the last completed one that implies that all ranks have issued it
     is_pending: bool = False  # the last one is known to be incomplete
+    has_root: bool = False  # some of its collectives may complete before all ranks have issued them
 
 
 @dataclass(slots=True)
@@ -63,6 +65,13 @@ class DumpBox(Box):
     is_own: bool = False  # written by torchwhere
     is_cut: bool = False
     lost_messages: set[str] = field(default_factory=set)  # groups whose first messages are lost
+    lists_only_active: bool = False
+    has_timing: bool = False
+    # by group: enqueued, started, completed; messages count too
+    status: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    has_all_names: bool = False  # of the groups in `status`
+    pending: list[PendingCall] = field(default_factory=list)
+    messages: dict[MessageStream, MessageCount] = field(default_factory=dict)
     descs: dict[str, str] = field(default_factory=dict)  # of the groups with entries
     group_ids: dict[str, int] = field(default_factory=dict)
 
@@ -112,11 +121,17 @@ class _Converter:
             is_of_gloo=dump.is_of_gloo,
             is_own=dump.own is not None,
             is_cut=dump.cut is not None,
+            lists_only_active=dump.lists_only_active,
+            has_timing=dump.has_timing,
         )
+        names = dump.group_names
+        self.box.status = {names[i]: status for i, status in dump.status.items() if i in names}
+        self.box.has_all_names = len(self.box.status) == len(dump.status)
         if dump.cut is not None:
             self.box.problems.append(f"{dump.cut}: its newest entries are lost")
         self.box.counts.torn = dump.malformed
-        self.box.counts.overwritten = dump.entries[0].record_id if dump.entries else 0
+        is_ring = bool(dump.entries) and not dump.lists_only_active
+        self.box.counts.overwritten = dump.entries[0].record_id if is_ring else 0
         overwritten = own.get("overwritten")
         if is_number(overwritten) and overwritten:
             self.box.counts.overwritten, self.box.has_lost = overwritten, True
@@ -126,6 +141,13 @@ class _Converter:
         self._shared: dict[int, dict[str, Any] | None] = {}
         self._messages: Counter[tuple[str, int, int]] = Counter()
         self._groups_with_messages: set[str] = set()
+        # the states of batches, by group, kind and number
+        self._batches = {
+            (entry.group, entry.is_p2p, entry.seq): entry.state
+            for entry in dump.entries
+            if entry.is_end_of_batch
+        }
+        self._used = {(entry.group, entry.is_p2p) for entry in dump.entries}
         self._add_groups(own)
         self._add_calls()
         self._add_cursor(own.get("place"))
@@ -174,6 +196,8 @@ class _Converter:
         self.box.descs.setdefault(group, entry.desc)
         if not entry.is_p2p:
             self._update_account(entry, group)
+        if self.box.has_states:
+            self._add_progress(row, call, number)
 
     def _own_call(self, value: Any) -> dict[str, Any] | None:
         """The data that torchwhere added to an entry. `same`, the part that repeats from step to
@@ -261,17 +285,53 @@ class _Converter:
             self._groups_with_messages.add(entry.group)
             if entry.seq > 1:
                 self.box.lost_messages.add(entry.group)
+        ends = self._ends(entry)
+        if ends is None:
+            return None, 0
+        number = self._messages[entry.group, *ends]
+        self._messages[entry.group, *ends] += 1
+        return ends[1] if ends[0] == self.dump.rank else ends[0], number
+
+    def _ends(self, entry: DumpEntry) -> tuple[int, int] | None:
+        """Source and destination of a message as ranks of the job; None if they are unknown."""
         members = self.dump.groups.get(entry.group, ("", ()))[1]
         if entry.ends is None or max(entry.ends) >= len(members):
-            return None, 0
-        source, destination = (members[end] for end in entry.ends)
-        number = self._messages[entry.group, source, destination]
-        self._messages[entry.group, source, destination] += 1
-        return destination if source == self.dump.rank else source, number
+            return None
+        return members[entry.ends[0]], members[entry.ends[1]]
+
+    def _add_progress(self, row: int, call: list[DumpEntry], number: int) -> None:
+        """Add a call to those that are pending, and to the counts of messages."""
+        entry, ends = call[-1], None
+        is_complete = self._is_complete(call)
+        if entry.is_p2p:
+            ends = self._ends(entry)
+            if ends is None:
+                return
+            size = _bytes(entry.dtype, entry.inputs, entry.outputs)
+            count = self.box.messages.get((entry.group, *ends), MessageCount())
+            self.box.messages[entry.group, *ends] = count.with_message(is_complete, size)
+        if not is_complete:
+            has_started = any(part.state != "scheduled" for part in call)
+            self.box.pending.append(PendingCall(row, entry.group, number, ends, has_started))
+
+    def _is_complete(self, call: list[DumpEntry]) -> bool:
+        """Whether the device has completed a call.
+
+        The entries of a batch stay "scheduled" for ever: the entry that ends it has the state. If
+        that entry is not listed, the status of the group decides.
+        """
+        entry = call[-1]
+        state = self._batches.get((entry.group, entry.is_p2p, entry.seq), entry.state)
+        if state == "completed":
+            return True
+        is_mixed = {True, False} <= {is_p2p for group, is_p2p in self._used if group == entry.group}
+        completed = self.box.status.get(entry.group, (-1, -1, -1))[2]
+        return not is_mixed and entry.seq <= completed
 
     def _update_account(self, entry: DumpEntry, group: str) -> None:
         account = self.box.accounts.setdefault(group, Account())
         account.issued = max(account.issued, entry.seq)
+        account.has_root = account.has_root or not _OF_ALL.match(entry.op)
         if entry.backend == "gloo":
             account.is_pending = not entry.is_retired and not self.box.is_own
             return
