@@ -1,8 +1,8 @@
 """How far the ranks of a job got, by their dumps: issued, pending and completed calls.
 
 `JobProgress` answers, for a call that is pending on one rank, which of the other ranks have not
-reached it. A group completes its calls in the order of issue, so only its first pending call counts.
-A dump that is older than the others proves nothing about the end: `is_outdated`.
+issued it. A group completes its calls in the order of issue, so only its first pending call
+counts. A dump that is older than the others proves nothing about the end: `outdated`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class RankProgress:
     rank: int
     pending: tuple[PendingCall, ...]  # in the order of issue
     issued: Mapping[str, int]  # the number of issued collectives of each group, where known
-    completed: Mapping[str, int]  # of which so many are complete for certain
     messages: Mapping[MessageStream, MessageCount]
     has_timing: bool
     counts_messages: bool  # whether it lists all messages from the first one
@@ -64,6 +63,14 @@ class RankProgress:
             first.setdefault(call.meeting, call)
         return first
 
+    @cached_property
+    def fronts(self) -> list[PendingCall]:
+        """The first pending call of each group and direction: later ones wait behind it."""
+        fronts: dict[tuple[str, tuple[int, int] | None], PendingCall] = {}
+        for call in self.pending:
+            fronts.setdefault((call.group, call.ends), call)
+        return list(fronts.values())
+
 
 @dataclass(frozen=True)
 class JobProgress:
@@ -74,24 +81,21 @@ class JobProgress:
     # by group: so many collectives need all ranks and are complete on at least one
     joined: Mapping[str, int]
 
-    def taking_part(self, call: PendingCall) -> tuple[int, ...]:
-        return call.ends or self.members.get(call.group, ())
+    @cached_property
+    def outdated(self) -> dict[int, frozenset[str]]:
+        """For each rank, the groups in which others completed calls after its dump."""
+        return {rank: frozenset(self._outdated(progress)) for rank, progress in self.ranks.items()}
 
-    def absent(self, call: PendingCall) -> tuple[int, ...]:
-        """The ranks of a call that have no dump."""
-        return tuple(rank for rank in self.taking_part(call) if rank not in self.ranks)
+    def _outdated(self, progress: RankProgress) -> Iterator[str]:
+        for name, count in progress.issued.items():
+            if count < self.joined.get(name, 0):
+                yield name
+        for call in progress.pending:
+            if call.ends is None and call.number < self.joined.get(call.group, 0):
+                yield call.group
 
-    def is_outdated(self, rank: int, group: str) -> bool:
-        """Whether other ranks completed calls of a group after the dump of this rank."""
-        progress, joined = self.ranks[rank], self.joined.get(group, 0)
-        waits = any(
-            call.group == group and call.ends is None and call.number < joined
-            for call in progress.pending
-        )
-        return waits or progress.issued.get(group, joined) < joined
-
-    def current(self) -> dict[int, RankProgress]:
-        """The ranks with pending calls, without calls that others have completed."""
+    def with_pending(self) -> dict[int, RankProgress]:
+        """The ranks with pending calls, without calls that other ranks have completed."""
         ranks = {}
         for rank, progress in self.ranks.items():
             pending = tuple(
@@ -103,25 +107,40 @@ class JobProgress:
                 ranks[rank] = replace(progress, pending=pending)
         return ranks
 
-    def not_issued(self, rank: int, call: PendingCall) -> Iterator[int]:
-        """The other ranks of a call whose CPU has not issued it."""
-        for member in self.taking_part(call):
-            if member != rank and member in self.ranks and self._has_issued(member, call) is False:
-                yield member
+    # -- one call ----------------------------------------------------------------------------------
 
-    def _has_issued(self, rank: int, call: PendingCall) -> bool | None:
+    def taking_part(self, call: PendingCall) -> tuple[int, ...]:
+        return call.ends or self.members.get(call.group, ())
+
+    def absent(self, call: PendingCall) -> tuple[int, ...]:
+        """The ranks of a call that have no dump."""
+        return tuple(rank for rank in self.taking_part(call) if rank not in self.ranks)
+
+    def not_issued(self, call: PendingCall) -> tuple[int, ...]:
+        """The ranks of a call whose CPU has not issued it."""
+        return tuple(rank for rank in self._with_dump(call) if self._has(rank, call) is False)
+
+    def unknown(self, call: PendingCall) -> tuple[int, ...]:
+        """The ranks of a call whose dump does not show whether they have issued it."""
+        return tuple(rank for rank in self._with_dump(call) if self._has(rank, call) is None)
+
+    def _with_dump(self, call: PendingCall) -> Iterator[int]:
+        return (rank for rank in self.taking_part(call) if rank in self.ranks)
+
+    def _has(self, rank: int, call: PendingCall) -> bool | None:
         """Whether the CPU of a rank has issued a call; None if its dump does not show it."""
         progress = self.ranks[rank]
         if call.ends is not None:
-            if call.meeting in progress.first_pending:
-                return True
-            if not progress.counts_messages:
-                return None
-            return progress.messages.get(call.meeting, MessageCount()).issued > call.number
-        if self.is_outdated(rank, call.group) or call.group not in progress.issued:
+            return self._has_message(progress, call.meeting, call.number, call.ends)
+        if call.group in self.outdated[rank] or call.group not in progress.issued:
             return None
         return progress.issued[call.group] > call.number
 
-    def is_unknown(self, rank: int, call: PendingCall) -> bool:
-        """Whether the dump of a rank does not show how far it is with a call."""
-        return self._has_issued(rank, call) is None
+    def _has_message(
+        self, progress: RankProgress, stream: MessageStream, number: int, ends: tuple[int, int]
+    ) -> bool | None:
+        if stream in progress.first_pending:
+            return True
+        if not all(rank in self.ranks and self.ranks[rank].counts_messages for rank in ends):
+            return None
+        return progress.messages.get(stream, MessageCount()).issued > number

@@ -102,11 +102,10 @@ class Dump:
     def lists_only_active(self) -> bool:
         """Whether it lists only calls in flight, as the watchdog often writes it: a call that it
         does not list is complete."""
-        is_of_device = self.own is None and not self.is_of_gloo
-        has_data = bool(self.entries or self.status)
-        return (
-            is_of_device and has_data and all(entry.state != "completed" for entry in self.entries)
-        )
+        if self.own is not None or self.is_of_gloo or not (self.entries or self.status):
+            return False
+        is_whole = bool(self.entries) and self.entries[0].record_id == 0
+        return not is_whole and all(entry.state != "completed" for entry in self.entries)
 
     @property
     def has_timing(self) -> bool:

@@ -72,7 +72,7 @@ class DumpBox(Box):
     has_all_names: bool = False  # of the groups in `status`
     pending: list[PendingCall] = field(default_factory=list)
     messages: dict[MessageStream, MessageCount] = field(default_factory=dict)
-    descs: dict[str, str] = field(default_factory=dict)  # of the groups with entries
+    descs: dict[str, str] = field(default_factory=dict)  # of groups
     group_ids: dict[str, int] = field(default_factory=dict)
 
     def counters(self) -> dict[tuple[int, int, int], int]:
@@ -99,6 +99,17 @@ class DumpBox(Box):
         """The ranks of a group; None if this dump does not have it."""
         group = self.groups().get(name)
         return tuple(group["ranks"]) if group is not None else None
+
+    def issued(self, name: str) -> int | None:
+        """How many collectives of a group the rank has issued; None if the dump does not show
+        it."""
+        if name in self.accounts:
+            return self.accounts[name].issued + 1
+        if self.has_lost:
+            return None
+        # a group with a status that has no account has messages
+        is_listed = not self.lists_only_active or (self.has_all_names and name not in self.status)
+        return 0 if is_listed else None
 
 
 def to_box(dump: Dump) -> DumpBox:
@@ -169,6 +180,7 @@ class _Converter:
         if not self.box.is_own:
             for name, (desc, ranks) in self.dump.groups.items():
                 self.box.add_group(name, ranks, desc=desc)
+                self.box.descs[name] = desc
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -317,13 +329,13 @@ class _Converter:
     def _is_complete(self, call: list[DumpEntry]) -> bool:
         """Whether the device has completed a call.
 
-        The entries of a batch stay "scheduled" for ever: the entry that ends it has the state. If
-        that entry is not listed, the status of the group decides.
+        The entries of a batch stay "scheduled" for ever: the entry that ends it has the state. A
+        dump of active calls lists them without that entry: then the status of the group decides.
         """
         entry = call[-1]
         state = self._batches.get((entry.group, entry.is_p2p, entry.seq), entry.state)
-        if state == "completed":
-            return True
+        if state == "completed" or not self.box.lists_only_active:
+            return state == "completed"
         is_mixed = {True, False} <= {is_p2p for group, is_p2p in self._used if group == entry.group}
         completed = self.box.status.get(entry.group, (-1, -1, -1))[2]
         return not is_mixed and entry.seq <= completed

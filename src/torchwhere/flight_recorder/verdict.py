@@ -15,17 +15,12 @@ from torchwhere.blackbox.groups import Group
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
 from torchwhere.core.progress import Progress
-from torchwhere.diagnose.doctor.examine import examine
+from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.dump_facts import (
-    AlsoHeld,
-    CompletedCalls,
-    DumpCaveat,
-    DumpsAgree,
-    HeldInCall,
-    UnrecordedArguments,
-)
+from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, DumpsAgree
+from torchwhere.diagnose.dump_hang import find_dump_hang
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
+from torchwhere.flight_recorder.progress import job_progress
 from torchwhere.render.verdict_text.assemble import verdict_of
 
 _WHY_EMPTY = (
@@ -51,7 +46,7 @@ def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) ->
         print(consult_dumps("dumps/"))
     """
     run = read_dumps(folder, on_progress=on_progress)
-    if not any(len(box.records) for box in run.boxes.values()):
+    if not any(len(box.records) or box.status for box in run.dumps.values()):
         raise TorchwhereError(f"the dumps in {folder} have no entries. {_WHY_EMPTY}")
     verdict = _diagnosed(run)
     if run.cut and verdict.kind is not VerdictKind.MISMATCH:
@@ -61,7 +56,8 @@ def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) ->
                 f"all dumps in {folder} are incomplete: {'; '.join(run.caveats()[:3])}"
             )
         verdict = _diagnosed(run)
-    return _with_completion(_limited_to_dumps(_without_held_ranks(verdict, run), run), run)
+    verdict = replace(verdict, missing_data=tuple(run.caveats()), stalled_s=None)
+    return _with_completion(verdict, run)
 
 
 def with_dumps(
@@ -76,57 +72,15 @@ def with_dumps(
 def _diagnosed(run: Dumps) -> Verdict:
     # A dump does not record when it was written. It was written because a wait took too long: every
     # wait in it counts.
-    return verdict_of(examine(run, now_ns=run.moment_ns, stall_s=0.0))
+    diagnosis = examine(run, now_ns=run.moment_ns, stall_s=0.0)
+    if run.have_states and diagnosis.finding.kind is not VerdictKind.MISMATCH:
+        diagnosis = Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run)))
+    verdict = verdict_of(diagnosis)
+    return verdict if run.have_states else _limited_to_issued(verdict, run)
 
 
-def _without_held_ranks(verdict: Verdict, run: Dumps) -> Verdict:
-    """Do not blame ranks that are still in an earlier collective which all ranks have issued: they
-    wait, for an unknown reason."""
-    if verdict.kind is not VerdictKind.MISSING:
-        return verdict
-    groups = {rank: _held_in(run, rank) for rank in verdict.culprits if rank in run.boxes}
-    held = {rank: group for rank, group in groups.items() if group is not None}
-    if not held:
-        return verdict
-    left = tuple(rank for rank in verdict.culprits if rank not in held)
-    if left:
-        explanation = (*verdict.explanation, str(AlsoHeld(tuple(held))))
-        return replace(verdict, culprits=left, explanation=explanation)
-    rank, name = next(iter(held.items()))
-    number, title = run.dumps[rank].accounts[name].issued, _title(run, rank, name)
-    members = run.dumps[rank].members(name) or ()
-    went_on = tuple(other for other in members if other in run.boxes and other not in held)
-    facts = (HeldInCall(tuple(held), number, title, went_on), UnrecordedArguments())
-    collective: dict[str, Any] = {"number": number, "group": title}
-    common = verdict.last_common or {}
-    if common.get("number") == number and verdict.collective:
-        collective = {key: common.get(key) for key in verdict.collective}
-    return replace(
-        verdict,
-        kind=VerdictKind.TOGETHER,
-        culprits=(),
-        collective=collective,
-        last_common=None,
-        explanation=tuple(map(str, facts)),
-        certainty=Certainty.INFERRED,
-    )
-
-
-def _held_in(run: Dumps, rank: int) -> str | None:
-    """A group in which the last collective of a rank is incomplete although all members with a dump
-    have issued it."""
-    for name, account in run.dumps[rank].accounts.items():
-        members = run.dumps[rank].members(name) or ()
-        dumps = [run.dumps[member] for member in members if member in run.boxes]
-        issued = [dump.accounts[name].issued if name in dump.accounts else -1 for dump in dumps]
-        if account.is_pending and len(dumps) > 1 and min(issued) >= account.issued:
-            return name
-    return None
-
-
-def _limited_to_dumps(verdict: Verdict, run: Dumps) -> Verdict:
-    """Correct the conclusions that dumps cannot support."""
-    verdict = replace(verdict, missing_data=tuple(run.caveats()), stalled_s=None)
+def _limited_to_issued(verdict: Verdict, run: Dumps) -> Verdict:
+    """Correct the conclusions that dumps without completion cannot support."""
     if verdict.kind is VerdictKind.TOGETHER:
         if len(run.pending) == len(run.boxes):
             return verdict

@@ -1,0 +1,41 @@
+"""Collects the progress of all ranks from their dumps. Takes `Dumps`, gives `JobProgress`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchwhere.diagnose.dump_progress import JobProgress, RankProgress
+from torchwhere.flight_recorder.dumps import Dumps
+from torchwhere.flight_recorder.to_boxes import DumpBox
+
+
+def job_progress(run: Dumps) -> JobProgress:
+    """The progress of all ranks; only for dumps that record completion."""
+    members: dict[str, tuple[int, ...]] = {}
+    joined: dict[str, int] = {}
+    for box in run.dumps.values():
+        for name, group in box.groups().items():
+            members.setdefault(name, tuple(group["ranks"]))
+        for name, account in box.accounts.items():
+            joined[name] = max(joined.get(name, 0), account.joined + 1)
+    ranks = {
+        rank: _rank_progress(rank, box, [name for name in members if rank in members[name]])
+        for rank, box in run.dumps.items()
+    }
+    return JobProgress(ranks, members, joined)
+
+
+def _rank_progress(rank: int, box: DumpBox, groups: list[str]) -> RankProgress:
+    issued = {name: box.issued(name) for name in groups}
+    return RankProgress(
+        rank=rank,
+        pending=tuple(
+            # as in boxes, the collectives of a group count from 0
+            replace(call, number=call.number - 1) if call.ends is None else call
+            for call in box.pending
+        ),
+        issued={name: count for name, count in issued.items() if count is not None},
+        messages=box.messages,
+        has_timing=box.has_timing,
+        counts_messages=not box.lists_only_active and not box.lost_messages,
+    )
