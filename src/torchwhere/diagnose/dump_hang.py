@@ -156,7 +156,14 @@ class _Search:
         waits = [wait for wait in self.waits.values() if not culprits.isdisjoint(wait.missing)]
         if not waits:
             return None
-        wait = min(waits, key=self.context.timing.issued_ns)
+        # the wait closest to the cause: all that it lacks are culprits
+        wait = min(
+            waits,
+            key=lambda wait: (
+                len(culprits.symmetric_difference(wait.missing)),
+                self.context.timing.issued_ns(wait),
+            ),
+        )
         ranks = tuple(rank for rank in wait.missing if rank in culprits)
         meeting = self.graph.places[wait.rank].meeting
         on_device = all(

@@ -209,7 +209,7 @@ class _Converter:
         if not entry.is_p2p:
             self._update_account(entry, group)
         if self.box.has_states:
-            self._add_progress(row, call, number)
+            self._add_progress(row, entry, number)
 
     def _own_call(self, value: Any) -> dict[str, Any] | None:
         """The data that torchwhere added to an entry. `same`, the part that repeats from step to
@@ -311,34 +311,33 @@ class _Converter:
             return None
         return members[entry.ends[0]], members[entry.ends[1]]
 
-    def _add_progress(self, row: int, call: list[DumpEntry], number: int) -> None:
-        """Add a call to those that are pending, and to the counts of messages."""
-        entry, ends = call[-1], None
-        is_complete = self._is_complete(call)
+    def _add_progress(self, row: int, entry: DumpEntry, number: int) -> None:
+        """Add a call, by its last entry, to those that are pending and to the counts of
+        messages."""
+        state, ends = self._state(entry), None
         if entry.is_p2p:
             ends = self._ends(entry)
             if ends is None:
                 return
             size = _bytes(entry.dtype, entry.inputs, entry.outputs)
             count = self.box.messages.get((entry.group, *ends), MessageCount())
-            self.box.messages[entry.group, *ends] = count.with_message(is_complete, size)
-        if not is_complete:
-            has_started = any(part.state != "scheduled" for part in call)
+            self.box.messages[entry.group, *ends] = count.with_message(state == "completed", size)
+        if state != "completed":
+            has_started = state == "started"
             self.box.pending.append(PendingCall(row, entry.group, number, ends, has_started))
 
-    def _is_complete(self, call: list[DumpEntry]) -> bool:
-        """Whether the device has completed a call.
+    def _state(self, entry: DumpEntry) -> str:
+        """The state of a call, by its last entry.
 
         The entries of a batch stay "scheduled" for ever: the entry that ends it has the state. A
         dump of active calls lists them without that entry: then the status of the group decides.
         """
-        entry = call[-1]
         state = self._batches.get((entry.group, entry.is_p2p, entry.seq), entry.state)
         if state == "completed" or not self.box.lists_only_active:
-            return state == "completed"
-        is_mixed = {True, False} <= {is_p2p for group, is_p2p in self._used if group == entry.group}
+            return state
+        is_mixed = {(entry.group, True), (entry.group, False)} <= self._used
         completed = self.box.status.get(entry.group, (-1, -1, -1))[2]
-        return not is_mixed and entry.seq <= completed
+        return "completed" if not is_mixed and entry.seq <= completed else state
 
     def _update_account(self, entry: DumpEntry, group: str) -> None:
         account = self.box.accounts.setdefault(group, Account())
