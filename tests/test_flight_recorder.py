@@ -474,7 +474,7 @@ def test_half_written_dump(tmp_path: Path) -> None:
     path = tmp_path / f"nccl_trace_rank_{VICTIM}"
     path.write_bytes(path.read_bytes()[:-700])
     verdict = consult_dumps(tmp_path)
-    assert (verdict.kind, verdict.certainty) == ("missing", "inferred")
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (), "unknown")
     assert any(
         "cut short: it ends at byte" in said and "its newest entries are lost" in said
         for said in verdict.missing_data

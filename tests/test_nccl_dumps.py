@@ -2,15 +2,13 @@
 
 `nccl_dumps.txz` holds the dumps of the jobs in `nccl_jobs.py`, recorded on an H200 without timing:
 `all` entries, only `active` ones as pickle and as JSON, and what the watchdog wrote after a timeout.
-The fault is always on rank 2. The other dumps here are derived from these.
+The fault is always on rank 2. `test_derived_dumps.py` reads dumps derived from these.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +83,7 @@ def diagnosed(folder: Path, ranks: dict[int, Dump]) -> Verdict:
     return consult_dumps(folder)
 
 
-def said(verdict: Verdict) -> tuple[str, tuple[int, ...]]:
+def conclusion(verdict: Verdict) -> tuple[str, tuple[int, ...]]:
     return str(verdict.kind), verdict.culprits
 
 
@@ -101,7 +99,7 @@ def test_table(dumps: Path) -> None:
 @each_folder
 def test_recorded(dumps: Path, job: str, kind: str, expected: tuple[str, tuple[int, ...]]) -> None:
     """The verdict names the fault and rank 2, or no rank where the dumps cannot tell."""
-    assert said(consult_dumps(dumps / job / kind)) == expected
+    assert conclusion(consult_dumps(dumps / job / kind)) == expected
 
 
 @pytest.mark.parametrize("removed", OTHERS)
@@ -167,240 +165,3 @@ def without(
     main(["doctor", "--flight-recorder", str(copied), "--json"])
     verdict: dict[str, Any] = json.loads(capsys.readouterr().out)
     return verdict
-
-
-# -- derived from them -----------------------------------------------------------------------------
-
-
-def only_active(dump: Dump) -> Dump:
-    entries = [entry for entry in dump["entries"] if entry["state"] != "completed"]
-    return dump | {"entries": entries}
-
-
-@pytest.mark.parametrize("job", [job for job in TABLE if job != "wrong_size"])
-def test_entries_removed(dumps: Path, tmp_path: Path, job: str) -> None:
-    """Complete dumps without their completed entries give the verdict of active dumps."""
-    ranks = {rank: only_active(dump) for rank, dump in read(dumps / job / "all").items()}
-    assert said(diagnosed(tmp_path, ranks)) == TABLE[job][1]
-
-
-@pytest.mark.parametrize("kind", ["all", "active"])
-@pytest.mark.parametrize("job", ["stuck_cpu", "endless_fsdp2", "skipped", "extra"])
-def test_large_numbers(dumps: Path, tmp_path: Path, job: str, kind: str) -> None:
-    """Numbers in the tens of thousands are read as they are: nothing counts as missing before
-    active entries."""
-    ranks = read(dumps / job / kind)
-    number = consult_dumps(dumps / job / kind).collective
-    for dump in ranks.values():
-        for entry in dump["entries"]:
-            entry["record_id"] += 90_000
-            entry["collective_seq_id"] += 40_000
-        for status in dump["pg_status"].values():
-            status["last_enqueued_collective"] += 40_000
-            status["last_completed_collective"] += 40_000
-    verdict = diagnosed(tmp_path, ranks)
-    assert said(verdict) == dict(zip(KINDS, TABLE[job], strict=True))[kind]
-    assert number is not None
-    assert verdict.collective is not None
-    assert verdict.collective["number"] == number["number"] + 40_000
-    has_wrapped = any("have wrapped" in caveat for caveat in verdict.missing_data)
-    assert has_wrapped == (kind == "all")
-
-
-def with_timing(dump: Dump, *, has_reached: bool) -> Dump:
-    """The dump as it is with TORCH_NCCL_ENABLE_TIMING=1."""
-    dump = copy.deepcopy(dump)
-    for status in dump["pg_status"].values():
-        status["last_started_collective"] = status["last_completed_collective"] + has_reached
-    pending = [entry for entry in dump["entries"] if entry["state"] == "scheduled"]
-    for entry in pending[:1] if has_reached else ():
-        entry["state"] = "started"
-    return dump
-
-
-@pytest.mark.parametrize("kind", ["all", "active"])
-@pytest.mark.parametrize("job", ["endless_ddp", "endless_fsdp2", "endless_pipeline"])
-def test_timing(dumps: Path, tmp_path: Path, job: str, kind: str) -> None:
-    """With timing, the rank is named whose device has not reached what the others have started."""
-    ranks = read(dumps / job / kind)
-    verdict = diagnosed(
-        tmp_path,
-        {rank: with_timing(dump, has_reached=rank != VICTIM) for rank, dump in ranks.items()},
-    )
-    assert (said(verdict), verdict.certainty) == (MISSING, "exact")
-    assert verdict.facts["on_device"] is True
-    assert verdict.explanation[0].startswith("The device of rank 2 has not reached the ")
-
-
-def test_timing_on_all_ranks(dumps: Path, tmp_path: Path) -> None:
-    """If all devices have started a call, no rank is named: the network is the likely cause."""
-    ranks = read(dumps / "endless_ddp" / "active")
-    started = {rank: with_timing(dump, has_reached=True) for rank, dump in ranks.items()}
-    verdict = diagnosed(tmp_path, started)
-    assert (said(verdict), verdict.certainty) == (TOGETHER, "exact")
-    assert "All devices have started it: look at the network between them." in verdict.explanation
-
-
-@pytest.mark.parametrize("names", ["numbers", "hashes"])
-def test_many_groups(dumps: Path, tmp_path: Path, names: str) -> None:
-    """A rank without entries is found in the right one of 300 groups, by the order in which it
-    created them; if their names have no order, it is not blamed."""
-    ranks = read(dumps / "stuck_cpu" / "active")
-    hung = 250
-    for rank, dump in ranks.items():
-        members = {number: [number % 4, (number + 1) % 4] for number in range(300)}
-        members[hung] = [0, 1, 2, 3]
-        own = [number for number in members if rank in members[number]]
-        name = {number: str(number) if names == "numbers" else f"{number:x}g" for number in own}
-        for entry in dump["entries"]:
-            entry |= {"pg_id": own.index(hung), "process_group": (name[hung], "dp")}
-        of_hung = dump["pg_status"]["0"]
-        filler = dict.fromkeys(of_hung, 50) | {"last_started_collective": -1}
-        dump["pg_config"] = {
-            name[number]: {"name": name[number], "desc": "dp", "ranks": str(members[number])}
-            for number in sorted(own, key=str)
-        }
-        dump["pg_status"] = {
-            str(own.index(number)): of_hung if number == hung else filler for number in own
-        }
-    verdict = diagnosed(tmp_path, ranks)
-    if names == "hashes":
-        assert (said(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
-        return
-    assert (said(verdict), verdict.certainty) == (MISSING, "exact")
-    assert verdict.collective is not None
-    assert verdict.collective["number"] == 22
-
-
-# -- expert groups ---------------------------------------------------------------------------------
-
-GROUPS = {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3]}
-Call = tuple[str, int]  # group and sequence number
-
-
-def expert_ranks(
-    dumps: Path, pending: dict[int, list[Call]], issued: Callable[[int, str], int]
-) -> dict[int, Dump]:
-    """Dumps of a job with one expert group for two ranks, made from entries of a real one."""
-    ranks = read(dumps / "skipped" / "active")
-    for rank, dump in ranks.items():
-        template, own = dump["entries"][0], [name for name in GROUPS if rank in GROUPS[name]]
-        dump["entries"] = [
-            template
-            | {
-                "record_id": 500 + position,
-                "pg_id": own.index(name),
-                "process_group": (name, dump["pg_config"][name]["desc"]),
-                "profiling_name": "nccl:all_to_all" if name != "0" else "nccl:all_reduce",
-                "collective_seq_id": number,
-            }
-            for position, (name, number) in enumerate(pending[rank])
-        ]
-        for name in own:
-            numbers = [number for group, number in pending[rank] if group == name]
-            dump["pg_status"][str(own.index(name))] |= {
-                "last_enqueued_collective": issued(rank, name),
-                "last_completed_collective": min(numbers, default=issued(rank, name) + 1) - 1,
-            }
-    return ranks
-
-
-def test_experts_and_a_stuck_cpu(dumps: Path, tmp_path: Path) -> None:
-    """Ranks of other expert groups wait for a rank that waits for the culprit: only the culprit is
-    named."""
-    pending = {0: [("0", 41)], 1: [("0", 41)], 2: [], 3: [("2", 81)]}
-    counts = {(0, "0"): 41, (1, "0"): 41, (3, "2"): 81}
-    ranks = expert_ranks(
-        dumps, pending, lambda rank, name: counts.get((rank, name), 40 if name == "0" else 80)
-    )
-    assert said(diagnosed(tmp_path, ranks)) == MISSING
-
-
-@pytest.mark.parametrize("has_timing", [False, True], ids=["untimed", "timed"])
-def test_experts_and_a_stuck_device(dumps: Path, tmp_path: Path, has_timing: bool) -> None:
-    """With CPUs that run ahead, the hang comes from the expert group; timing names the rank."""
-    pending: dict[int, list[Call]] = {
-        rank: [("0", 41), ("1", 81), ("0", 42)] if rank < 2 else [("2", 81), ("0", 41), ("2", 82)]
-        for rank in range(4)
-    }
-    ranks = expert_ranks(
-        dumps, pending, lambda rank, name: max(n for group, n in pending[rank] if group == name)
-    )
-    if has_timing:
-        ranks = {rank: with_timing(dump, has_reached=rank != 2) for rank, dump in ranks.items()}
-    verdict = diagnosed(tmp_path, ranks)
-    assert said(verdict) == (MISSING if has_timing else TOGETHER)
-    assert verdict.collective is not None
-    assert (verdict.collective["group"], verdict.collective["number"]) == ("2", 80)
-    if not has_timing:
-        assert "  ranks 0-1 only wait for ranks in this call" in verdict.explanation
-
-
-# -- pipelines -------------------------------------------------------------------------------------
-
-
-def test_pipeline_and_a_stuck_cpu(dumps: Path, tmp_path: Path) -> None:
-    """A rank that has not issued the send that its neighbour waits for is named."""
-    ranks = read(dumps / "endless_pipeline" / "all")
-    ranks[VICTIM]["entries"] = ranks[VICTIM]["entries"][:61]
-    verdict = diagnosed(tmp_path, ranks)
-    assert (said(verdict), verdict.certainty) == (MISSING, "exact")
-    assert verdict.explanation[0] == (
-        "Rank 2 never issued the send of the message of float32 [4096] from rank 2 to rank 3 on"
-        ' group "default".'
-    )
-
-
-def test_batches_of_messages(dumps: Path, tmp_path: Path) -> None:
-    """The recorder never completes the entries inside a batch: in active dumps, the status of the
-    group shows that the batch is complete."""
-    ranks = read(dumps / "endless_pipeline" / "active")
-    for dump in ranks.values():
-        status = dump["pg_status"]["0"]
-        status["last_completed_collective"] = status["last_enqueued_collective"]
-    assert said(diagnosed(tmp_path, ranks)) == HEALTHY
-
-
-def in_batches(dump: Dump) -> Dump:
-    """The dump as it is if each message is a batch: an entry that ends it has the state."""
-    entries = []
-    for entry in dump["entries"]:
-        end = entry | {"profiling_name": "nccl:coalesced", "input_sizes": [], "output_sizes": []}
-        entries += [entry | {"state": "scheduled"}, end]
-    return dump | {"entries": entries}
-
-
-def test_batches_and_timing(dumps: Path, tmp_path: Path) -> None:
-    """In a pipeline of batches, the device is named that has not reached its send."""
-    ranks = read(dumps / "endless_pipeline" / "active")
-    for rank, dump in ranks.items():
-        ranks[rank] = in_batches(with_timing(dump, has_reached=rank != VICTIM))
-    assert said(diagnosed(tmp_path, ranks)) == MISSING
-
-
-# -- empty lists -----------------------------------------------------------------------------------
-
-
-def test_empty_lists(dumps: Path, tmp_path: Path) -> None:
-    """Ranks without entries are compared by their status: the rank that is behind in what the
-    others have completed has an old dump, and is not blamed."""
-    ranks = read(dumps / "healthy_ddp" / "active")
-    assert all(dump["entries"] == [] for dump in ranks.values())
-    ranks[VICTIM]["pg_status"]["0"]["last_enqueued_collective"] = 60
-    verdict = diagnosed(tmp_path, ranks)
-    assert said(verdict) == HEALTHY
-    assert any("list only what is in flight" in caveat for caveat in verdict.missing_data)
-
-
-@pytest.mark.parametrize("value", [-5, 2**62, 2**80, "x", None, [], {}, 3.5])
-def test_malformed_status(dumps: Path, tmp_path: Path, value: object) -> None:
-    """A status that is no number is left out, and the rest of the dump is still read."""
-    ranks = read(dumps / "endless_ddp" / "active")
-    ranks[VICTIM]["pg_status"] = {
-        "0": dict.fromkeys(ranks[VICTIM]["pg_status"]["0"], value),
-        "999999999999": {},
-        "-1": {},
-        "x": value,
-    }
-    ranks[VICTIM]["pg_config"]["x" * 5000] = {"ranks": "[1]"}
-    assert said(diagnosed(tmp_path, ranks)) == TOGETHER

@@ -74,6 +74,11 @@ class OnlyIssuedCalls(DumpFact):
 
 
 @dataclass(frozen=True, slots=True)
+class UnseenHangs(DumpFact):
+    """Some hangs leave nothing pending in the dumps."""
+
+
+@dataclass(frozen=True, slots=True)
 class OnlyActiveCalls(DumpFact):
     """The dumps of these ranks list only calls in flight."""
 

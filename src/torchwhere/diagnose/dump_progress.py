@@ -80,6 +80,7 @@ class JobProgress:
     members: Mapping[str, tuple[int, ...]]
     # by group: so many collectives need all ranks and are complete on at least one
     joined: Mapping[str, int]
+    incomplete: frozenset[int] = frozenset()  # ranks whose dump was cut while it was written
 
     @cached_property
     def outdated(self) -> dict[int, frozenset[str]]:
@@ -114,18 +115,24 @@ class JobProgress:
 
     def absent(self, call: PendingCall) -> tuple[int, ...]:
         """The ranks of a call that have no dump."""
-        return tuple(rank for rank in self.taking_part(call) if rank not in self.ranks)
+        with_dump = self.ranks.keys() | self.incomplete
+        return tuple(rank for rank in self.taking_part(call) if rank not in with_dump)
 
     def not_issued(self, call: PendingCall) -> tuple[int, ...]:
         """The ranks of a call whose CPU has not issued it."""
-        return tuple(rank for rank in self._with_dump(call) if self._has(rank, call) is False)
+        return tuple(
+            rank
+            for rank in self.taking_part(call)
+            if rank in self.ranks and self._has(rank, call) is False
+        )
 
     def unknown(self, call: PendingCall) -> tuple[int, ...]:
         """The ranks of a call whose dump does not show whether they have issued it."""
-        return tuple(rank for rank in self._with_dump(call) if self._has(rank, call) is None)
-
-    def _with_dump(self, call: PendingCall) -> Iterator[int]:
-        return (rank for rank in self.taking_part(call) if rank in self.ranks)
+        return tuple(
+            rank
+            for rank in self.taking_part(call)
+            if rank in self.incomplete or (rank in self.ranks and self._has(rank, call) is None)
+        )
 
     def _has(self, rank: int, call: PendingCall) -> bool | None:
         """Whether the CPU of a rank has issued a call; None if its dump does not show it."""

@@ -22,7 +22,8 @@ def job_progress(run: Dumps) -> JobProgress:
         rank: _rank_progress(rank, box, [name for name in members if rank in members[name]])
         for rank, box in run.dumps.items()
     }
-    return JobProgress(ranks, members, joined)
+    cut = [box.rank for box in run.unreadable if isinstance(box, DumpBox)]
+    return JobProgress(ranks, members, joined, frozenset(cut))
 
 
 def _rank_progress(rank: int, box: DumpBox, groups: list[str]) -> RankProgress:

@@ -17,7 +17,7 @@ from torchwhere.core.place import Certainty
 from torchwhere.core.progress import Progress
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, DumpsAgree
+from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, DumpsAgree, UnseenHangs
 from torchwhere.diagnose.dump_hang import find_dump_hang
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
 from torchwhere.flight_recorder.progress import job_progress
@@ -56,7 +56,10 @@ def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) ->
                 f"all dumps in {folder} are incomplete: {'; '.join(run.caveats()[:3])}"
             )
         verdict = _diagnosed(run)
-    verdict = replace(verdict, missing_data=tuple(run.caveats()), stalled_s=None)
+    caveats = run.caveats()
+    if verdict.kind is VerdictKind.HEALTHY:
+        caveats.append(str(UnseenHangs()))
+    verdict = replace(verdict, missing_data=tuple(caveats), stalled_s=None)
     return _with_completion(verdict, run)
 
 

@@ -19,6 +19,7 @@ from torchwhere.diagnose.dump_facts import (
     OnlyIssuedCalls,
     OtherDumps,
     TooManyDumps,
+    UnseenHangs,
     WrappedRings,
 )
 from torchwhere.render.fact_text.dispatch import fact_text
@@ -79,6 +80,14 @@ def _(fact: OnlyIssuedCalls) -> str:
     return (
         "dumps contain the issued collectives, not the current place of a rank; they have no"
         " modules, passes, steps, roots and reduce ops"
+    )
+
+
+@fact_text.register
+def _(fact: UnseenHangs) -> str:
+    return (
+        "a hang in a replayed CUDA graph, or of all CPUs outside any collective, leaves nothing"
+        " pending in dumps"
     )
 
 
