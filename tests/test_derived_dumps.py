@@ -91,6 +91,15 @@ def test_timing(dumps: Path, tmp_path: Path, job: str, kind: str) -> None:
     assert verdict.explanation[0].startswith("The device of rank 2 has not reached the ")
 
 
+@pytest.mark.parametrize("kind", ["all", "active"])
+@pytest.mark.parametrize("job", ["opposite_groups", "skipped"])
+def test_timing_and_order(dumps: Path, tmp_path: Path, job: str, kind: str) -> None:
+    """With timing, ranks that used groups in different orders get the same verdict as without."""
+    ranks = read(dumps / job / kind)
+    started = {rank: with_timing(dump, has_reached=True) for rank, dump in ranks.items()}
+    assert conclusion(diagnosed(tmp_path, started)) == TABLE[job][0]
+
+
 def test_timing_on_all_ranks(dumps: Path, tmp_path: Path) -> None:
     """If all devices have started a call, no rank is named: the network is the likely cause."""
     ranks = read(dumps / "endless_ddp" / "active")
@@ -208,6 +217,18 @@ def test_pipeline_and_a_stuck_cpu(dumps: Path, tmp_path: Path) -> None:
         "Rank 2 never issued the send of the message of float32 [4096] from rank 2 to rank 3 on"
         ' group "default".'
     )
+
+
+@pytest.mark.parametrize("removed", [None, 0, 1], ids=["all", "no 0", "no 1"])
+def test_pipeline_and_a_stuck_receiver(dumps: Path, tmp_path: Path, removed: int | None) -> None:
+    """If a send is complete and its receive is not, the device of the receiver is named."""
+    ranks = read(dumps / "endless_pipeline" / "all")
+    for entry in ranks[VICTIM]["entries"]:
+        entry["state"] = "completed"
+    ranks.pop(removed, None)
+    verdict = diagnosed(tmp_path, ranks)
+    assert conclusion(verdict) == ("missing", (3,))
+    assert verdict.facts["on_device"] is True
 
 
 def test_batches_of_messages(dumps: Path, tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def find_dump_hang(context: Context, progress: JobProgress) -> tuple[Context, Fi
     """Find what the dumps show; returns also the context with the waits that they show."""
     search = _Search(context, CallGraph(progress))
     context = replace(context, waits=search.waits)
-    return context, search.missing() or find_deadlock(context) or search.on_devices()
+    deadlock = find_deadlock(context) if search.lacks_calls() else None
+    return context, search.missing() or deadlock or search.on_devices()
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,11 @@ class _Search:
     def _call(self, meeting: Meeting) -> ReferredCall:
         rank = self.graph.ranks_in[meeting][0]
         return ReferredCall(self._reference(rank), self.graph.places[rank].ends)
+
+    def lacks_calls(self) -> bool:
+        """Whether ranks wait in calls that others have not issued."""
+        calls = map(self.graph.call, self.graph.ranks_in)
+        return any(map(self.progress.not_issued, calls))
 
     # -- ranks that have not come ------------------------------------------------------------------
 
@@ -204,7 +210,7 @@ class _Search:
         if len(current[0]) > 1:
             return self._different_order(current[0])
         meeting = current[0][0]
-        return self._stuck_sender(meeting) or self._absent(current) or self._incomplete(meeting)
+        return self._stuck_end(meeting) or self._absent(current) or self._incomplete(meeting)
 
     def _issued_ns(self, root: Root) -> int:
         ranks = [rank for meeting in root for rank in self.graph.ranks_in[meeting]]
@@ -243,19 +249,49 @@ class _Search:
             return 0
         return self.graph.shift(rank, witness)
 
-    def _stuck_sender(self, meeting: Meeting) -> Finding | None:
-        """The sender of a message whose device has not reached it.
-
-        A send completes before its receive as long as a buffer has space. If the buffer of another
-        stream holds more messages of this size than this one can, the device has not reached it.
-        """
+    def _stuck_end(self, meeting: Meeting) -> Finding | None:
+        """The end of a message whose device has not reached it."""
         call = self._call(meeting)
-        if call.ends is None or call.ends[0] not in self.graph.places:
+        if call.ends is None:
             return None
         source, destination = call.ends
-        if not self.progress.ranks[source].counts_messages:
+        buffered = None
+        if self._is_sent(meeting):
+            rank, other = destination, source
+        else:
+            rank, other = source, destination
+            buffered = self._more_buffered(meeting)
+            if buffered is None:
+                return None
+        return Finding(
+            VerdictKind.MISSING,
+            UnreachedCall((rank,), call, (other,) if other in self.graph.places else (), buffered),
+            culprits=(rank,),
+            call=call.reference,
+            certainty=Certainty.INFERRED,
+            facts={"on_device": True},
+            blocked=frozenset(self.graph.places) - {rank},
+        )
+
+    def _is_sent(self, meeting: Meeting) -> bool:
+        """Whether the send of a message is complete, and its receive is not."""
+        source, destination = meeting[1:]
+        receive = self.graph.places.get(destination)
+        if receive is None or receive.meeting != meeting or self._unreceived(meeting) is None:
+            return False
+        return self._count(source, meeting).completed > receive.number
+
+    def _more_buffered(self, meeting: Meeting) -> tuple[MessageStream, int] | None:
+        """A stream with more unreceived messages than this one can have.
+
+        A send completes before its receive as long as a buffer has space. If other buffers hold
+        more messages of this size, this send would be complete if the device had reached it.
+        """
+        source = meeting[1]
+        if source not in self.graph.places or not self.progress.ranks[source].counts_messages:
             return None
         own = self._count(source, meeting)
+        unreceived = self._unreceived(meeting)
         streams = [
             (self._unreceived(stream) or 0, stream)
             for rank, progress in self.progress.ranks.items()
@@ -263,17 +299,8 @@ class _Search:
             if stream[1] == rank and count.largest_bytes >= own.largest_bytes
         ]
         most, stream = max(streams, default=(0, meeting))
-        unreceived = self._unreceived(meeting)
-        if most <= (own.completed if unreceived is None else unreceived):
-            return None
-        return Finding(
-            VerdictKind.MISSING,
-            UnreachedCall((source,), call, (destination,), (stream, most)),
-            culprits=(source,),
-            call=call.reference,
-            certainty=Certainty.INFERRED,
-            facts={"on_device": True},
-            blocked=frozenset(self.graph.places) - {source},
+        return (
+            (stream, most) if most > (own.completed if unreceived is None else unreceived) else None
         )
 
     def _unreceived(self, stream: MessageStream) -> int | None:
