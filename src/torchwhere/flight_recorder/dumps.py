@@ -65,16 +65,16 @@ class Dumps(BoxRun):
     @property
     def pending(self) -> list[int]:
         """Ranks with a collective or message that is known to be incomplete."""
-        return [
-            rank
-            for rank, box in self.dumps.items()
-            if box.pending or any(account.is_pending for account in box.accounts.values())
-        ]
+        return [rank for rank, box in self.dumps.items() if box.pending]
 
     @property
-    def have_states(self) -> bool:
-        """Whether all dumps record completion."""
-        return all(box.has_states for box in self.dumps.values())
+    def shows_pending(self) -> bool:
+        """Whether the dumps show what is pending. gloo records a failed collective like a completed
+        one, so there nothing pending proves nothing."""
+        boxes = self.dumps.values()
+        if any(box.is_own for box in boxes):
+            return False
+        return bool(self.pending) or all(box.has_states for box in boxes)
 
     @property
     def moment_ns(self) -> int | None:

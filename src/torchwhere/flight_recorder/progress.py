@@ -10,7 +10,7 @@ from torchwhere.flight_recorder.to_boxes import DumpBox
 
 
 def job_progress(run: Dumps) -> JobProgress:
-    """The progress of all ranks; only for dumps that record completion."""
+    """The progress of all ranks; only for dumps that show what is pending."""
     members: dict[str, tuple[int, ...]] = {}
     joined: dict[str, int] = {}
     for box in run.dumps.values():
@@ -31,8 +31,10 @@ def _rank_progress(rank: int, box: DumpBox, groups: list[str]) -> RankProgress:
     return RankProgress(
         rank=rank,
         pending=tuple(
-            # as in boxes, the collectives of a group count from 0
-            replace(call, number=call.number - 1) if call.ends is None else call
+            # the record has the number of a collective that all ranks share
+            replace(call, number=int(box.records["extra"][call.record]))
+            if call.ends is None
+            else call
             for call in box.pending
         ),
         issued={name: count for name, count in issued.items() if count is not None},

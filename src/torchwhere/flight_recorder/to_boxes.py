@@ -47,7 +47,6 @@ class Account:
     started: int = -1
     completed: int = -1
     joined: int = -1  # the last completed one that implies that all ranks have issued it
-    is_pending: bool = False  # the last one is known to be incomplete
     has_root: bool = False  # some of its collectives may complete before all ranks have issued them
 
 
@@ -133,7 +132,7 @@ class _Converter:
             is_own=dump.own is not None,
             is_cut=dump.cut is not None,
             lists_only_active=dump.lists_only_active,
-            has_timing=dump.has_timing,
+            has_timing=dump.has_timing and not dump.is_of_gloo,
         )
         names = dump.group_names
         self.box.status = {names[i]: status for i, status in dump.status.items() if i in names}
@@ -208,7 +207,7 @@ class _Converter:
         self.box.descs.setdefault(group, entry.desc)
         if not entry.is_p2p:
             self._update_account(entry, group)
-        if self.box.has_states:
+        if not self.box.is_own:
             self._add_progress(row, entry, number)
 
     def _own_call(self, value: Any) -> dict[str, Any] | None:
@@ -331,7 +330,10 @@ class _Converter:
 
         The entries of a batch stay "scheduled" for ever: the entry that ends it has the state. A
         dump of active calls lists them without that entry: then the status of the group decides.
+        gloo records no states: a call that is not retired is pending.
         """
+        if entry.backend == "gloo":
+            return "completed" if entry.is_retired else "scheduled"
         state = self._batches.get((entry.group, entry.is_p2p, entry.seq), entry.state)
         if state == "completed" or not self.box.lists_only_active:
             return state
@@ -343,10 +345,6 @@ class _Converter:
         account = self.box.accounts.setdefault(group, Account())
         account.issued = max(account.issued, entry.seq)
         account.has_root = account.has_root or not _OF_ALL.match(entry.op)
-        if entry.backend == "gloo":
-            account.is_pending = not entry.is_retired and not self.box.is_own
-            return
-        account.is_pending = self.box.has_states and entry.state != "completed"
         if self.box.has_states and entry.state != "scheduled":
             account.started = max(account.started, entry.seq)
         if self.box.has_states and entry.state == "completed":

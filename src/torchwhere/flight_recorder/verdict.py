@@ -76,24 +76,22 @@ def _diagnosed(run: Dumps) -> Verdict:
     # A dump does not record when it was written. It was written because a wait took too long: every
     # wait in it counts.
     diagnosis = examine(run, now_ns=run.moment_ns, stall_s=0.0)
-    if run.have_states and diagnosis.finding.kind is not VerdictKind.MISMATCH:
-        diagnosis = Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run)))
+    if diagnosis.finding.kind is VerdictKind.MISMATCH:
+        return verdict_of(diagnosis)
+    if run.shows_pending:
+        return verdict_of(Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run))))
     verdict = verdict_of(diagnosis)
-    return verdict if run.have_states else _limited_to_issued(verdict, run)
-
-
-def _limited_to_issued(verdict: Verdict, run: Dumps) -> Verdict:
-    """Correct the conclusions that dumps without completion cannot support."""
-    if verdict.kind is VerdictKind.TOGETHER:
-        if len(run.pending) == len(run.boxes):
-            return verdict
-        if run.pending:
-            return replace(verdict, certainty=Certainty.INFERRED)
-        verdict = replace(verdict, kind=VerdictKind.HEALTHY, collective=None, last_common=None)
-    if verdict.kind is VerdictKind.HEALTHY:
-        explanation = (str(DumpsAgree(len(run.boxes))),)
-        return replace(verdict, explanation=explanation, certainty=Certainty.INFERRED)
-    return verdict
+    if verdict.kind not in (VerdictKind.TOGETHER, VerdictKind.HEALTHY):
+        return verdict
+    # without a pending call, no rank is known to be blocked
+    return replace(
+        verdict,
+        kind=VerdictKind.HEALTHY,
+        collective=None,
+        last_common=None,
+        explanation=(str(DumpsAgree(len(run.boxes))),),
+        certainty=Certainty.INFERRED,
+    )
 
 
 def _title(run: Dumps, rank: int, name: str) -> str:
