@@ -88,7 +88,7 @@ def test_timing(dumps: Path, tmp_path: Path, job: str, kind: str) -> None:
     )
     assert (conclusion(verdict), verdict.certainty) == (MISSING, "exact")
     assert verdict.facts["on_device"] is True
-    assert verdict.explanation[0].startswith("The device of rank 2 has not reached the ")
+    assert verdict.explanation[0].startswith("The device of rank 2 has not reached ")
 
 
 @pytest.mark.parametrize("kind", ["all", "active"])
@@ -270,6 +270,36 @@ def test_empty_lists(dumps: Path, tmp_path: Path) -> None:
     verdict = diagnosed(tmp_path, ranks)
     assert conclusion(verdict) == HEALTHY
     assert any("list only what is in flight" in caveat for caveat in verdict.missing_data)
+
+
+def test_a_dump_without_data(dumps: Path, tmp_path: Path) -> None:
+    """A dump without entries and status does not show that its rank has issued nothing, in a group
+    in which it has been before."""
+    ranks = read(dumps / "stuck_cpu" / "active")
+    for dump in ranks.values():
+        dump["pg_status"] = {}
+    verdict = diagnosed(tmp_path, ranks)
+    assert (conclusion(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
+
+
+def test_gaps(dumps: Path, tmp_path: Path) -> None:
+    """Batches of messages use up numbers of collectives: gaps do not prevent the verdict."""
+    ranks = read(dumps / "endless_ddp" / "active")
+    for dump in ranks.values():
+        for entry, number in zip(dump["entries"], (23, 27, 31), strict=True):
+            entry["collective_seq_id"] = number
+    verdict = diagnosed(tmp_path, ranks)
+    assert conclusion(verdict) == TOGETHER
+    assert verdict.collective is not None
+    assert verdict.collective["number"] == 22
+
+
+def test_other_members(dumps: Path, tmp_path: Path) -> None:
+    """A rank whose dump has other members of a group is not compared in that group."""
+    ranks = read(dumps / "endless_ddp" / "active")
+    ranks[VICTIM]["pg_config"]["0"]["ranks"] = "[2, 5]"
+    verdict = diagnosed(tmp_path, ranks)
+    assert (conclusion(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
 
 
 @pytest.mark.parametrize("value", [-5, 2**62, 2**80, "x", None, [], {}, 3.5])

@@ -126,21 +126,23 @@ class CallGraph:
         own group that both have issued. 0: the ranks only swapped two calls, or it is unknown.
         """
         own, theirs = self.places[rank].group, self.places[other].group
-        last = min(self._numbers(rank, own)[-1:] + self._numbers(other, own)[-1:])
-        if not self._numbers(other, own) or last == self.places[rank].number:
+        records, other_records = self._records(rank, own), self._records(other, own)
+        last = max(records.keys() & other_records.keys(), default=0)
+        if last <= self.places[rank].number:
             return 0
-        return self._issued_before(other, theirs, own, last) - self._issued_before(
-            rank, theirs, own, last
+        return self._issued_before(other, theirs, other_records[last]) - self._issued_before(
+            rank, theirs, records[last]
         )
 
-    def _numbers(self, rank: int, group: str) -> list[int]:
+    def _records(self, rank: int, group: str) -> dict[int, int]:
+        """The records of a rank's pending collectives in a group, by their number."""
         calls = self.ranks[rank].pending
-        return [call.number for call in calls if call.group == group and call.ends is None]
+        return {
+            call.number: call.record for call in calls if (call.group, call.ends) == (group, None)
+        }
 
-    def _issued_before(self, rank: int, group: str, own: str, number: int) -> int:
-        """The number of calls of a group that a rank issued before a call of its own group."""
-        calls = self.ranks[rank].pending
-        record = next(call.record for call in calls if (call.group, call.number) == (own, number))
-        numbers = self._numbers(rank, group)
-        before = [call.number + 1 for call in calls if call.group == group and call.record < record]
-        return before[-1] if before else min(numbers, default=0)
+    def _issued_before(self, rank: int, group: str, record: int) -> int:
+        """How many collectives of a group a rank had issued before a record."""
+        records = self._records(rank, group)
+        before = [number + 1 for number in records if records[number] < record]
+        return max(before, default=min(records, default=0))

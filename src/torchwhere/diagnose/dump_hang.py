@@ -140,10 +140,14 @@ class _Search:
         }
 
     def _reference(self, rank: int) -> CallRef:
-        call = self.graph.places[rank]
-        reference = call_of_record(self.context.job_calls.by_rank[rank], call.record)
-        assert reference is not None, "each pending call has a record"
-        return reference
+        call, job_calls = self.graph.places[rank], self.context.job_calls
+        rank_calls = job_calls.by_rank[rank]
+        reference = call_of_record(rank_calls, call.record)
+        if reference is not None:
+            return reference
+        # numbers with gaps: only the newest calls without a gap are loaded
+        keys = (key for key in rank_calls.counts if job_calls.group(key).name == call.group)
+        return CallRef(next(keys), call.number, rank)
 
     def _call(self, meeting: Meeting) -> ReferredCall:
         rank = self.graph.ranks_in[meeting][0]

@@ -47,7 +47,7 @@ def missing_message_text(cause: MissingMessage, context: Context) -> list[str]:
     waiting = destination if cause.rank == source else source
     never = "never" if cause.has_dump else "may never have"
     lines = [
-        f"Rank {cause.rank} {never} issued the {op} of the {_call_text(context, cause.call)}.",
+        f"Rank {cause.rank} {never} issued the {op} of {_call_text(context, cause.call)}.",
         *_waiting_text(context, [waiting]),
     ]
     if cause.has_dump:
@@ -67,7 +67,7 @@ def unreached_call_text(cause: UnreachedCall, context: Context) -> list[str]:
     its = "its CPU has" if len(cause.ranks) == 1 else "their CPUs have"
     lines = [
         (
-            f"The {noun} of {ranks} {has} not reached the {_call_text(context, cause.call)}, which"
+            f"The {noun} of {ranks} {has} not reached {_call_text(context, cause.call)}, which"
             f" {its} issued."
         ),
         *_waiting_text(context, cause.waiting),
@@ -128,13 +128,13 @@ def _incomplete_text(cause: IncompleteCall, context: Context) -> str:
             " from it."
         )
     if cause.unknown or cause.absent:
-        return f"{ranks.capitalize()} issued the {call}, which is not complete."
+        return f"{ranks.capitalize()} issued {call}, which is not complete."
     if cause.call.ends is not None:
-        return f"{ranks.capitalize()} have issued the {call}, and it is not complete."
+        return f"{ranks.capitalize()} have issued {call}, and it is not complete."
     if len(cause.ranks) == context.run.world_size:
         ranks = f"All {plural(len(cause.ranks), 'rank')}"
     return (
-        f"{ranks[0].upper()}{ranks[1:]} have issued the {call}, and none has completed it. No rank"
+        f"{ranks[0].upper()}{ranks[1:]} have issued {call}, and none has completed it. No rank"
         " is missing from any collective."
     )
 
@@ -168,7 +168,7 @@ def different_order_text(cause: DifferentOrder, context: Context) -> list[str]:
         "Ranks wait for each other: they issued the calls of their groups in different orders."
     ]
     lines += [
-        f"  in the {_call_text(context, cohort.call)}: {ranks_phrase(cohort.ranks)}"
+        f"  in {_call_text(context, cohort.call)}: {ranks_phrase(cohort.ranks)}"
         for cohort in cause.cohorts
     ]
     usual, other = cause.cohorts[:2]
