@@ -91,7 +91,10 @@ def unreached_call_text(cause: UnreachedCall, context: Context) -> list[str]:
 def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
     lines = [_incomplete_text(cause, context)]
     if cause.waiting:
-        lines.append(f"  {ranks_phrase(cause.waiting)} only wait for ranks in this call")
+        wait = "waits" if len(cause.waiting) == 1 else "wait"
+        lines.append(f"  {ranks_phrase(cause.waiting)} only {wait} for ranks in this call")
+    if cause.absent or cause.unknown:
+        return [*lines, *_unknown_text(cause)]
     if cause.went_on:
         return [
             *lines,
@@ -100,8 +103,6 @@ def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
                 " contain; or the network, or a device."
             ),
         ]
-    if cause.absent or cause.unknown:
-        return [*lines, *_unknown_text(cause)]
     if cause.has_timing:
         return [*lines, "All devices have started it: look at the network between them."]
     return [
@@ -119,6 +120,8 @@ def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
 def _incomplete_text(cause: IncompleteCall, context: Context) -> str:
     call, ranks = _call_text(context, cause.call), ranks_phrase(cause.ranks)
     reference = cause.call.reference
+    if cause.unknown or cause.absent:
+        return f"{ranks.capitalize()} issued {call}, which is not complete."
     if cause.went_on:
         verb = "is" if len(cause.ranks) == 1 else "are"
         title = context.job_calls.group(reference.key).title
@@ -127,8 +130,6 @@ def _incomplete_text(cause: IncompleteCall, context: Context) -> str:
             f" all ranks have issued; {ranks_phrase(cause.went_on)} went on. No rank is missing"
             " from it."
         )
-    if cause.unknown or cause.absent:
-        return f"{ranks.capitalize()} issued {call}, which is not complete."
     if cause.call.ends is not None:
         return f"{ranks.capitalize()} have issued {call}, and it is not complete."
     if len(cause.ranks) == context.run.world_size:
