@@ -221,5 +221,6 @@ def _call_text(context: Context, call: ReferredCall) -> str:
         return f'{op_text(event)}, #{reference.number} of group "{title}"'
     source, destination = call.ends
     return (
-        f'message{tensors_text(event)} from rank {source} to rank {destination} on group "{title}"'
+        f"the message{tensors_text(event)} from rank {source} to rank {destination} on group"
+        f' "{title}"'
     )
