@@ -21,7 +21,6 @@ from functools import cached_property
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.call_graph import CallGraph, Root
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.device_stalls import call_of_record
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
 from torchwhere.diagnose.doctor.rules.deadlock import find_deadlock
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
@@ -142,9 +141,9 @@ class _Search:
     def _reference(self, rank: int) -> CallRef:
         call, job_calls = self.graph.places[rank], self.context.job_calls
         rank_calls = job_calls.by_rank[rank]
-        reference = call_of_record(rank_calls, call.record)
-        if reference is not None:
-            return reference
+        loaded = rank_calls.call_of_record(call.record)
+        if loaded is not None:
+            return CallRef(*loaded, rank)
         # numbers with gaps: only the newest calls without a gap are loaded
         keys = (key for key in rank_calls.counts if job_calls.group(key).name == call.group)
         return CallRef(next(keys), call.number, rank)

@@ -56,7 +56,7 @@ class DeviceStalls:
         state = rank_calls.rank_summary.device
         if state is None or not state.pending or not state.unreached:
             return None
-        first = call_of_record(rank_calls, state.unreached[0])
+        first = _call(rank_calls, state.unreached[0])
         if first is None:
             return None
         looked_ns = state.looked_ns or rank_calls.box_summary.beat_ns
@@ -65,7 +65,7 @@ class DeviceStalls:
         lasted_s = (looked_ns - since_ns) / 1e9
         if lasted_s < self.timing.patience_s(rank_calls.rank, first.key):
             return None
-        calls = (call_of_record(rank_calls, record) for record in state.reached)
+        calls = (_call(rank_calls, record) for record in state.reached)
         reached = tuple(call for call in calls if call is not None)
         waits_for = {rank for call in reached for rank in self._behind(call)}
         return StalledDevice(
@@ -92,7 +92,7 @@ def has_reached(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
     return record not in state.unreached and record <= max(state.unreached)
 
 
-def call_of_record(rank_calls: RankCalls, record: int) -> CallRef | None:
+def _call(rank_calls: RankCalls, record: int) -> CallRef | None:
     """The collective with a record number."""
     for key, calls in rank_calls.calls.items():
         records = calls.records()
