@@ -124,12 +124,12 @@ class Recorder:
             name: {"name": name, "desc": desc, "ranks": str(ranks)}
             for (name, desc), ranks in self.groups.items()
         }
-        reached = {entry["pg_id"]: entry["collective_seq_id"] for entry in self.entries}
-        words = ("enqueued", "started", "completed")
-        status = {
-            str(pg_id): {f"last_{word}_collective": number for word in words}
-            for pg_id, number in reached.items()
-        }
+        status: dict[str, dict[str, int]] = {}
+        for entry in self.entries:
+            group = status.setdefault(str(entry["pg_id"]), {"started": -1, "completed": -1})
+            group["enqueued"] = number = entry["p2p_seq_id"] or entry["collective_seq_id"]
+            group["started"] = number if entry["state"] != "scheduled" else group["started"]
+            group["completed"] = number if entry["state"] == "completed" else group["completed"]
         library = {
             (
                 "nccl_version"
@@ -140,7 +140,10 @@ class Recorder:
         return {
             "version": self.version,
             "pg_config": config,
-            "pg_status": status,
+            "pg_status": {
+                pg_id: {f"last_{state}_collective": number for state, number in group.items()}
+                for pg_id, group in status.items()
+            },
             **library,
             "entries": self.entries,
         }
@@ -375,10 +378,7 @@ def test_only_missing_ranks_without_a_wait_are_blamed(tmp_path: Path) -> None:
         recorder.calls(recorder.rank not in (0, VICTIM), state="started")
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("missing", (VICTIM,))
-    assert (
-        "Rank 0 did not arrive either: still in an earlier collective that all ranks have issued."
-        in verdict.explanation
-    )
+    assert "Rank 0 did not arrive either: it still waits in another call." in verdict.explanation
 
 
 # -- messages and batches --------------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_half_written_dump(tmp_path: Path) -> None:
     path = tmp_path / f"nccl_trace_rank_{VICTIM}"
     path.write_bytes(path.read_bytes()[:-700])
     verdict = consult_dumps(tmp_path)
-    assert (verdict.kind, verdict.certainty) == ("missing", "inferred")
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (), "unknown")
     assert any(
         "cut short: it ends at byte" in said and "its newest entries are lost" in said
         for said in verdict.missing_data

@@ -14,7 +14,6 @@ import pytest
 from nccl_jobs import JOBS
 from torchwhere.blackbox.device import device_lanes, device_state, device_times, stream_progress
 from torchwhere.blackbox.reader import read_box
-from torchwhere.flight_recorder.verdict import consult_dumps
 from torchwhere.pipeline.verdict import diagnose_folder
 
 STALL_S = 4.0
@@ -103,35 +102,3 @@ def test_a_device_that_hangs(runs: Path) -> None:
     firsts = [min(state.unreached) for state in states if state is not None]
     assert len(firsts) == 4
     assert np.argmin(firsts) == 2
-
-
-# -- flight recorder dumps -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked("nccl_dumps.txz", tmp_path_factory.mktemp("dumps"))
-
-
-@pytest.mark.parametrize(
-    ("job", "kind", "culprits"),
-    [
-        ("extra/all", "mismatch", (2,)),
-        ("extra/active", "mismatch", (2,)),
-        ("extra/active_json", "mismatch", (2,)),
-        ("extra/watchdog", "mismatch", (2,)),
-        ("wrong_size/all", "mismatch", (2,)),
-        ("stuck_cpu/all", "missing", (2,)),
-        ("stuck_cpu/watchdog", "missing", (2,)),
-        ("stopped/all", "missing", (2,)),
-        ("stopped/active", "missing", (2,)),
-        ("stopped/active_json", "missing", (2,)),
-        ("stopped/watchdog", "missing", (2,)),
-        ("healthy_ddp/all", "healthy", ()),
-        ("healthy_fsdp2/all", "healthy", ()),
-    ],
-)
-def test_dumps(dumps: Path, job: str, kind: str, culprits: tuple[int, ...]) -> None:
-    """Dumps alone name the fault and the rank."""
-    verdict = consult_dumps(dumps / job)
-    assert (verdict.kind, verdict.culprits) == (kind, culprits)

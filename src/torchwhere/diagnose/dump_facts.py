@@ -27,28 +27,6 @@ class DumpsAgree(DumpFact):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldInCall(DumpFact):
-    """Ranks are still in a call that all ranks have issued, while others went on."""
-
-    ranks: Ranks
-    number: int
-    group: str
-    went_on: Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class UnrecordedArguments(DumpFact):
-    """Dumps lack the arguments that could explain why such a call hangs."""
-
-
-@dataclass(frozen=True, slots=True)
-class AlsoHeld(DumpFact):
-    """These ranks are missing too, but are still in an earlier call that all ranks have issued."""
-
-    ranks: Ranks
-
-
-@dataclass(frozen=True, slots=True)
 class CompletedCalls(DumpFact):
     """The last completed call of a group, with the ranks that completed it; -1: none."""
 
@@ -93,6 +71,18 @@ class NoStacks(DumpFact):
 @dataclass(frozen=True, slots=True)
 class OnlyIssuedCalls(DumpFact):
     """Dumps hold issued calls and no places."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnseenHangs(DumpFact):
+    """Some hangs leave nothing pending in the dumps."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyActiveCalls(DumpFact):
+    """The dumps of these ranks list only calls in flight."""
+
+    ranks: Ranks
 
 
 @dataclass(frozen=True, slots=True)

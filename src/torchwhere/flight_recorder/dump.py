@@ -99,8 +99,41 @@ class Dump:
         return any(entry.backend == "gloo" for entry in self.entries)
 
     @property
+    def lists_only_active(self) -> bool:
+        """Whether it lists only calls in flight, as the watchdog often writes it: a call that it
+        does not list is complete."""
+        if self.own is not None or self.is_of_gloo or not (self.entries or self.status):
+            return False
+        is_whole = bool(self.entries) and self.entries[0].record_id == 0
+        return not is_whole and all(entry.state != "completed" for entry in self.entries)
+
+    @property
+    def has_timing(self) -> bool:
+        """Whether it shows which calls the device has reached (TORCH_NCCL_ENABLE_TIMING)."""
+        return any(started >= 0 for _, started, _ in self.status.values()) or any(
+            entry.state == "started" for entry in self.entries
+        )
+
+    @property
+    def group_names(self) -> dict[int, str]:
+        """The names of groups by `pg_id`, as far as known.
+
+        A `pg_id` is local to its rank. Entries show it. Otherwise it follows from the order in
+        which the rank created its groups, which is the order of their numbers.
+        """
+        listed = {entry.pg_id: entry.group for entry in self.entries}
+        numbers = [name for name in self.groups if name.isascii() and name.isdigit()]
+        created = dict(enumerate(sorted(numbers, key=lambda name: (len(name), name))))
+        are_all_numbered = len(created) == len(self.groups)
+        if are_all_numbered and listed.items() <= created.items():
+            return created
+        return listed
+
+    @property
     def has_lost(self) -> bool:
         """Whether older entries are lost: the ring wrapped or was reset."""
+        if self.lists_only_active:
+            return False
         listed = {entry.pg_id for entry in self.entries}
         return bool(self.entries and self.entries[0].record_id) or any(
             pg_id not in listed for pg_id in self.status

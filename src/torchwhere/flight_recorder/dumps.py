@@ -29,13 +29,14 @@ from torchwhere.diagnose.dump_facts import (
     GroupLost,
     MessagesLost,
     NoStacks,
+    OnlyActiveCalls,
     OnlyIssuedCalls,
     OtherDumps,
     WrappedRings,
 )
 from torchwhere.flight_recorder.limits import CAPS, Caps
 from torchwhere.flight_recorder.load import read_all
-from torchwhere.flight_recorder.to_boxes import DumpBox
+from torchwhere.flight_recorder.to_boxes import Account, DumpBox
 
 _FILE = re.compile(
     r"(?P<prefix>.*?)(?P<rank>\d{1,7})(?:\.(?:json|pickle|pkl))?", re.IGNORECASE | re.DOTALL
@@ -63,12 +64,17 @@ class Dumps(BoxRun):
 
     @property
     def pending(self) -> list[int]:
-        """Ranks with a collective that is known to be incomplete."""
-        return [
-            rank
-            for rank, box in self.dumps.items()
-            if any(account.is_pending for account in box.accounts.values())
-        ]
+        """Ranks with a collective or message that is known to be incomplete."""
+        return [rank for rank, box in self.dumps.items() if box.pending]
+
+    @property
+    def shows_pending(self) -> bool:
+        """Whether the dumps show what is pending. gloo records a failed collective like a completed
+        one, so there nothing pending proves nothing."""
+        boxes = self.dumps.values()
+        if any(box.is_own for box in boxes):
+            return False
+        return bool(self.pending) or all(box.has_states for box in boxes)
 
     @property
     def moment_ns(self) -> int | None:
@@ -177,6 +183,7 @@ def _together(
     world = 1 + max([*boxes, *(rank for _, ranks in groups for rank in ranks)])
     for box in boxes.values():
         box.meta["world_size"] = world
+    _add_status(boxes)
     facts += _number(boxes, groups)
     facts += _forget_lost_messages(boxes)
     _shorten_lines(boxes)
@@ -213,9 +220,31 @@ def _all_ranks(boxes: dict[int, DumpBox]) -> tuple[int, ...]:
     return tuple(range(count)) if count <= _MOST_ABSENT + 2 * len(boxes) else tuple(boxes)
 
 
+def _add_status(boxes: dict[int, DumpBox]) -> None:
+    """Add the status of each group to what the entries show.
+
+    Not in groups with messages: their status mixes the numbers of messages and collectives.
+    """
+    with_messages = {group for box in boxes.values() for group, *_ in box.messages}
+    with_roots = {
+        name for box in boxes.values() for name, account in box.accounts.items() if account.has_root
+    }
+    for box in boxes.values():
+        for name, (issued, started, completed) in box.status.items() if box.has_states else ():
+            if name in with_messages:
+                continue
+            account = box.accounts.setdefault(name, Account())
+            account.issued = max(account.issued, issued)
+            account.started = max(account.started, started)
+            if box.lists_only_active:
+                account.completed = max(account.completed, completed)
+            if box.lists_only_active and name not in with_roots:
+                account.joined = max(account.joined, completed)
+
+
 def _number(boxes: dict[int, DumpBox], groups: list[tuple[str, tuple[int, ...]]]) -> list[DumpFact]:
-    """Number the collectives of every group from 0, as boxes do. Numbers that no rank has recorded
-    are skipped."""
+    """Number the collectives of every group from 0, as boxes do. Numbers that gloo counts and does
+    not record are skipped."""
     rows = {rank: _rows_by_group(box) for rank, box in boxes.items()}
     facts: list[DumpFact] = []
     for name, ranks in groups:
@@ -225,17 +254,18 @@ def _number(boxes: dict[int, DumpBox], groups: list[tuple[str, tuple[int, ...]]]
         users = [
             rank
             for rank in with_dump
-            if name in rows[rank] and boxes[rank].members(name) is not None
+            if name in boxes[rank].accounts and boxes[rank].members(name) is not None
         ]
         if not users:
             continue
-        numbers = [boxes[rank].records["extra"][rows[rank][name]] for rank in users]
-        recorded = np.unique(np.concatenate(numbers).astype(np.int64))
-        first = max(0, int(recorded[0]) - 1)
-        for rank, old in zip(users, numbers, strict=True):
-            new = first + np.searchsorted(recorded, old)
-            boxes[rank].records["extra"][rows[rank][name]] = new
-            _renumber_account(boxes[rank], name, recorded, first)
+        listing = [rank for rank in users if name in rows[rank]]
+        numbers = [boxes[rank].records["extra"][rows[rank][name]] for rank in listing]
+        has_gaps = not all(boxes[rank].has_states for rank in users)
+        numbering = _Numbering.of(numbers) if has_gaps else _Numbering(None, 0)
+        for rank, old in zip(listing, numbers, strict=True):
+            boxes[rank].records["extra"][rows[rank][name]] = numbering.new(old)
+        for rank in users:
+            _renumber_account(boxes[rank].accounts[name], numbering)
         facts += _count(boxes, name, with_dump, users)
     return facts
 
@@ -250,12 +280,29 @@ def _rows_by_group(box: DumpBox) -> dict[str, Any]:
     return {name: np.sort(np.concatenate(parts)) for name, parts in rows.items()}
 
 
-def _renumber_account(box: DumpBox, name: str, recorded: Any, first: int) -> None:
-    account = box.accounts[name]
+@dataclass(frozen=True, slots=True)
+class _Numbering:
+    """Numbers the collectives of a group from 0."""
+
+    recorded: Any  # the numbers that a rank has recorded, if only these count
+    first: int  # the new number of the first of them
+
+    @classmethod
+    def of(cls, numbers: list[Any]) -> _Numbering:
+        recorded = np.unique(np.concatenate(numbers).astype(np.int64))
+        return cls(recorded, max(0, int(recorded[0]) - 1))
+
+    def new(self, old: Any) -> Any:
+        if self.recorded is None:
+            return old - 1
+        return self.first + np.searchsorted(self.recorded, old)
+
+
+def _renumber_account(account: Account, numbering: _Numbering) -> None:
     for progress in ("issued", "started", "completed", "joined"):
         value = getattr(account, progress)
         if value >= 0:
-            setattr(account, progress, first + int(np.searchsorted(recorded, value)))
+            setattr(account, progress, int(numbering.new(value)))
 
 
 def _count(
@@ -265,16 +312,16 @@ def _count(
     these need all ranks."""
     joined = max(boxes[rank].accounts[name].joined for rank in users) + 1
     most = max(boxes[rank].accounts[name].issued for rank in users) + 1
-    lost = [rank for rank in with_dump if rank not in users and boxes[rank].has_lost]
+    issued = {rank: boxes[rank].issued(name) for rank in with_dump}
     group = boxes[users[0]].groups()[name]
     for rank in with_dump:
-        box = boxes[rank]
-        issued = most if rank in lost else 0
-        if rank in users:
-            issued = box.accounts[name].issued + 1
+        box, count = boxes[rank], issued[rank]
         group_id = box.add_group(name, tuple(group["ranks"]), desc=group.get("desc"))
-        box.dump_counters[group_id, -1, -1] = max(issued, joined)
-    return [GroupLost(tuple(lost), name, most - 1)] if lost else []
+        box.dump_counters[group_id, -1, -1] = max(most if count is None else count, joined)
+    lost = tuple(
+        rank for rank in with_dump if issued[rank] is None and not boxes[rank].lists_only_active
+    )
+    return [GroupLost(lost, name, most - 1)] if lost else []
 
 
 def _forget_lost_messages(boxes: dict[int, DumpBox]) -> list[DumpFact]:
@@ -288,7 +335,8 @@ def _forget_lost_messages(boxes: dict[int, DumpBox]) -> list[DumpFact]:
             if signature["op"] in ("send", "recv") and any((group, end) in lost for end in ends):
                 blank = box.intern(EntryType.COLLECTIVE, json.dumps(signature | {"peer": None}))
                 box.records["subject"][box.records["subject"] == call_id] = blank
-    return [MessagesLost(tuple(sorted({rank for _, rank in lost})))] if lost else []
+    rings = {rank for _, rank in lost if not boxes[rank].lists_only_active}
+    return [MessagesLost(tuple(sorted(rings)))] if rings else []
 
 
 def _shorten_lines(boxes: dict[int, DumpBox]) -> None:
@@ -316,11 +364,15 @@ def _facts(boxes: dict[int, DumpBox]) -> list[DumpFact]:
     facts: list[DumpFact] = []
     if any(box.is_of_gloo for box in foreign):
         facts.append(GlooLimits())
-    if foreign and not any(box.has_frames for box in foreign):
+    has_entries = any(len(box.records) for box in foreign)
+    if has_entries and not any(box.has_frames for box in foreign):
         facts.append(NoStacks())
     if foreign:
         facts.append(OnlyIssuedCalls())
     wrapped = sum(bool(box.counts.overwritten) for box in boxes.values())
     if wrapped:
         facts.append(WrappedRings(wrapped))
+    only_active = [rank for rank, box in boxes.items() if box.lists_only_active]
+    if only_active:
+        facts.append(OnlyActiveCalls(tuple(only_active)))
     return facts

@@ -21,6 +21,7 @@ from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, N
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place
+from torchwhere.diagnose.dump_progress import MessageCount, MessageStream, PendingCall
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
 from torchwhere.flight_recorder.own_entries import (
     LARGEST,
@@ -46,7 +47,7 @@ class Account:
     started: int = -1
     completed: int = -1
     joined: int = -1  # the last completed one that implies that all ranks have issued it
-    is_pending: bool = False  # the last one is known to be incomplete
+    has_root: bool = False  # some of its collectives may complete before all ranks have issued them
 
 
 @dataclass(slots=True)
@@ -63,7 +64,14 @@ class DumpBox(Box):
     is_own: bool = False  # written by torchwhere
     is_cut: bool = False
     lost_messages: set[str] = field(default_factory=set)  # groups whose first messages are lost
-    descs: dict[str, str] = field(default_factory=dict)  # of the groups with entries
+    lists_only_active: bool = False
+    has_timing: bool = False
+    # by group: enqueued, started, completed; messages count too
+    status: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    has_all_names: bool = False  # of the groups in `status`
+    pending: list[PendingCall] = field(default_factory=list)
+    messages: dict[MessageStream, MessageCount] = field(default_factory=dict)
+    descs: dict[str, str] = field(default_factory=dict)  # of groups
     group_ids: dict[str, int] = field(default_factory=dict)
 
     def counters(self) -> dict[tuple[int, int, int], int]:
@@ -91,6 +99,17 @@ class DumpBox(Box):
         group = self.groups().get(name)
         return tuple(group["ranks"]) if group is not None else None
 
+    def issued(self, name: str) -> int | None:
+        """How many collectives of a group the rank has issued; None if the dump does not show
+        it."""
+        if name in self.accounts:
+            return self.accounts[name].issued + 1
+        if self.has_lost:
+            return None
+        # a group with a status that has no account has messages
+        is_listed = not self.lists_only_active or (self.has_all_names and name not in self.status)
+        return 0 if is_listed else None
+
 
 def to_box(dump: Dump) -> DumpBox:
     """Convert one dump; the numbers of collectives stay those of the dump."""
@@ -112,11 +131,17 @@ class _Converter:
             is_of_gloo=dump.is_of_gloo,
             is_own=dump.own is not None,
             is_cut=dump.cut is not None,
+            lists_only_active=dump.lists_only_active,
+            has_timing=dump.has_timing and not dump.is_of_gloo,
         )
+        names = dump.group_names
+        self.box.status = {names[i]: status for i, status in dump.status.items() if i in names}
+        self.box.has_all_names = len(self.box.status) == len(dump.status)
         if dump.cut is not None:
             self.box.problems.append(f"{dump.cut}: its newest entries are lost")
         self.box.counts.torn = dump.malformed
-        self.box.counts.overwritten = dump.entries[0].record_id if dump.entries else 0
+        is_ring = bool(dump.entries) and not dump.lists_only_active
+        self.box.counts.overwritten = dump.entries[0].record_id if is_ring else 0
         overwritten = own.get("overwritten")
         if is_number(overwritten) and overwritten:
             self.box.counts.overwritten, self.box.has_lost = overwritten, True
@@ -126,6 +151,13 @@ class _Converter:
         self._shared: dict[int, dict[str, Any] | None] = {}
         self._messages: Counter[tuple[str, int, int]] = Counter()
         self._groups_with_messages: set[str] = set()
+        # the states of batches, by group, kind and number
+        self._batches = {
+            (entry.group, entry.is_p2p, entry.seq): entry.state
+            for entry in dump.entries
+            if entry.is_end_of_batch
+        }
+        self._used = {(entry.group, entry.is_p2p) for entry in dump.entries}
         self._add_groups(own)
         self._add_calls()
         self._add_cursor(own.get("place"))
@@ -147,6 +179,7 @@ class _Converter:
         if not self.box.is_own:
             for name, (desc, ranks) in self.dump.groups.items():
                 self.box.add_group(name, ranks, desc=desc)
+                self.box.descs[name] = desc
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -174,6 +207,8 @@ class _Converter:
         self.box.descs.setdefault(group, entry.desc)
         if not entry.is_p2p:
             self._update_account(entry, group)
+        if not self.box.is_own:
+            self._add_progress(row, entry, number)
 
     def _own_call(self, value: Any) -> dict[str, Any] | None:
         """The data that torchwhere added to an entry. `same`, the part that repeats from step to
@@ -261,21 +296,55 @@ class _Converter:
             self._groups_with_messages.add(entry.group)
             if entry.seq > 1:
                 self.box.lost_messages.add(entry.group)
+        ends = self._ends(entry)
+        if ends is None:
+            return None, 0
+        number = self._messages[entry.group, *ends]
+        self._messages[entry.group, *ends] += 1
+        return ends[1] if ends[0] == self.dump.rank else ends[0], number
+
+    def _ends(self, entry: DumpEntry) -> tuple[int, int] | None:
+        """Source and destination of a message as ranks of the job; None if they are unknown."""
         members = self.dump.groups.get(entry.group, ("", ()))[1]
         if entry.ends is None or max(entry.ends) >= len(members):
-            return None, 0
-        source, destination = (members[end] for end in entry.ends)
-        number = self._messages[entry.group, source, destination]
-        self._messages[entry.group, source, destination] += 1
-        return destination if source == self.dump.rank else source, number
+            return None
+        return members[entry.ends[0]], members[entry.ends[1]]
+
+    def _add_progress(self, row: int, entry: DumpEntry, number: int) -> None:
+        """Add a call, by its last entry, to those that are pending and to the counts of
+        messages."""
+        state, ends = self._state(entry), None
+        if entry.is_p2p:
+            ends = self._ends(entry)
+            if ends is None:
+                return
+            size = _bytes(entry.dtype, entry.inputs, entry.outputs)
+            count = self.box.messages.get((entry.group, *ends), MessageCount())
+            self.box.messages[entry.group, *ends] = count.with_message(state == "completed", size)
+        if state != "completed":
+            has_started = state == "started"
+            self.box.pending.append(PendingCall(row, entry.group, number, ends, has_started))
+
+    def _state(self, entry: DumpEntry) -> str:
+        """The state of a call, by its last entry.
+
+        The entries of a batch stay "scheduled" for ever: the entry that ends it has the state. A
+        dump of active calls lists them without that entry: then the status of the group decides.
+        gloo records no states: a call that is not retired is pending.
+        """
+        if entry.backend == "gloo":
+            return "completed" if entry.is_retired else "scheduled"
+        state = self._batches.get((entry.group, entry.is_p2p, entry.seq), entry.state)
+        if state == "completed" or not self.box.lists_only_active:
+            return state
+        is_mixed = {(entry.group, True), (entry.group, False)} <= self._used
+        completed = self.box.status.get(entry.group, (-1, -1, -1))[2]
+        return "completed" if not is_mixed and entry.seq <= completed else state
 
     def _update_account(self, entry: DumpEntry, group: str) -> None:
         account = self.box.accounts.setdefault(group, Account())
         account.issued = max(account.issued, entry.seq)
-        if entry.backend == "gloo":
-            account.is_pending = not entry.is_retired and not self.box.is_own
-            return
-        account.is_pending = self.box.has_states and entry.state != "completed"
+        account.has_root = account.has_root or not _OF_ALL.match(entry.op)
         if self.box.has_states and entry.state != "scheduled":
             account.started = max(account.started, entry.seq)
         if self.box.has_states and entry.state == "completed":

@@ -15,17 +15,12 @@ from torchwhere.blackbox.groups import Group
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
 from torchwhere.core.progress import Progress
-from torchwhere.diagnose.doctor.examine import examine
+from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.dump_facts import (
-    AlsoHeld,
-    CompletedCalls,
-    DumpCaveat,
-    DumpsAgree,
-    HeldInCall,
-    UnrecordedArguments,
-)
+from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, DumpsAgree, UnseenHangs
+from torchwhere.diagnose.dump_hang import find_dump_hang
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
+from torchwhere.flight_recorder.progress import job_progress
 from torchwhere.render.verdict_text.assemble import verdict_of
 
 _WHY_EMPTY = (
@@ -51,7 +46,7 @@ def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) ->
         print(consult_dumps("dumps/"))
     """
     run = read_dumps(folder, on_progress=on_progress)
-    if not any(len(box.records) for box in run.boxes.values()):
+    if not any(len(box.records) or box.status for box in run.dumps.values()):
         raise TorchwhereError(f"the dumps in {folder} have no entries. {_WHY_EMPTY}")
     verdict = _diagnosed(run)
     if run.cut and verdict.kind is not VerdictKind.MISMATCH:
@@ -61,7 +56,11 @@ def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) ->
                 f"all dumps in {folder} are incomplete: {'; '.join(run.caveats()[:3])}"
             )
         verdict = _diagnosed(run)
-    return _with_completion(_limited_to_dumps(_without_held_ranks(verdict, run), run), run)
+    caveats = run.caveats()
+    if verdict.kind is VerdictKind.HEALTHY:
+        caveats.append(str(UnseenHangs()))
+    verdict = replace(verdict, missing_data=tuple(caveats), stalled_s=None)
+    return _with_completion(verdict, run)
 
 
 def with_dumps(
@@ -76,67 +75,23 @@ def with_dumps(
 def _diagnosed(run: Dumps) -> Verdict:
     # A dump does not record when it was written. It was written because a wait took too long: every
     # wait in it counts.
-    return verdict_of(examine(run, now_ns=run.moment_ns, stall_s=0.0))
-
-
-def _without_held_ranks(verdict: Verdict, run: Dumps) -> Verdict:
-    """Do not blame ranks that are still in an earlier collective which all ranks have issued: they
-    wait, for an unknown reason."""
-    if verdict.kind is not VerdictKind.MISSING:
+    diagnosis = examine(run, now_ns=run.moment_ns, stall_s=0.0)
+    if diagnosis.finding.kind is VerdictKind.MISMATCH:
+        return verdict_of(diagnosis)
+    if run.shows_pending:
+        return verdict_of(Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run))))
+    verdict = verdict_of(diagnosis)
+    if verdict.kind not in (VerdictKind.TOGETHER, VerdictKind.HEALTHY):
         return verdict
-    groups = {rank: _held_in(run, rank) for rank in verdict.culprits if rank in run.boxes}
-    held = {rank: group for rank, group in groups.items() if group is not None}
-    if not held:
-        return verdict
-    left = tuple(rank for rank in verdict.culprits if rank not in held)
-    if left:
-        explanation = (*verdict.explanation, str(AlsoHeld(tuple(held))))
-        return replace(verdict, culprits=left, explanation=explanation)
-    rank, name = next(iter(held.items()))
-    number, title = run.dumps[rank].accounts[name].issued, _title(run, rank, name)
-    members = run.dumps[rank].members(name) or ()
-    went_on = tuple(other for other in members if other in run.boxes and other not in held)
-    facts = (HeldInCall(tuple(held), number, title, went_on), UnrecordedArguments())
-    collective: dict[str, Any] = {"number": number, "group": title}
-    common = verdict.last_common or {}
-    if common.get("number") == number and verdict.collective:
-        collective = {key: common.get(key) for key in verdict.collective}
+    # without a pending call, no rank is known to be blocked
     return replace(
         verdict,
-        kind=VerdictKind.TOGETHER,
-        culprits=(),
-        collective=collective,
+        kind=VerdictKind.HEALTHY,
+        collective=None,
         last_common=None,
-        explanation=tuple(map(str, facts)),
+        explanation=(str(DumpsAgree(len(run.boxes))),),
         certainty=Certainty.INFERRED,
     )
-
-
-def _held_in(run: Dumps, rank: int) -> str | None:
-    """A group in which the last collective of a rank is incomplete although all members with a dump
-    have issued it."""
-    for name, account in run.dumps[rank].accounts.items():
-        members = run.dumps[rank].members(name) or ()
-        dumps = [run.dumps[member] for member in members if member in run.boxes]
-        issued = [dump.accounts[name].issued if name in dump.accounts else -1 for dump in dumps]
-        if account.is_pending and len(dumps) > 1 and min(issued) >= account.issued:
-            return name
-    return None
-
-
-def _limited_to_dumps(verdict: Verdict, run: Dumps) -> Verdict:
-    """Correct the conclusions that dumps cannot support."""
-    verdict = replace(verdict, missing_data=tuple(run.caveats()), stalled_s=None)
-    if verdict.kind is VerdictKind.TOGETHER:
-        if len(run.pending) == len(run.boxes):
-            return verdict
-        if run.pending:
-            return replace(verdict, certainty=Certainty.INFERRED)
-        verdict = replace(verdict, kind=VerdictKind.HEALTHY, collective=None, last_common=None)
-    if verdict.kind is VerdictKind.HEALTHY:
-        explanation = (str(DumpsAgree(len(run.boxes))),)
-        return replace(verdict, explanation=explanation, certainty=Certainty.INFERRED)
-    return verdict
 
 
 def _title(run: Dumps, rank: int, name: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.reader import read_box
@@ -120,6 +122,16 @@ class RankCalls:
         """
         calls = self._calls_with(key, number)
         return -1 if calls is None else calls.record(number)
+
+    def call_of_record(self, record: int) -> tuple[StreamKey, int] | None:
+        """Returns the stream and the number of the call with a record number; None if it is not
+        loaded."""
+        for key, calls in self.calls.items():
+            records = calls.records()
+            at = int(np.searchsorted(records, record))
+            if at < len(records) and records[at] == record:
+                return key, calls.first + at
+        return None
 
     def is_async(self, key: StreamKey, number: int) -> bool | None:
         """Whether a call was asynchronous; None if the ring has lost it."""

@@ -6,7 +6,6 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.dump_facts import (
     AllDevicesInCall,
-    AlsoHeld,
     CompletedCalls,
     DevicesBehind,
     DeviceStates,
@@ -14,13 +13,13 @@ from torchwhere.diagnose.dump_facts import (
     DumpsAgree,
     GlooLimits,
     GroupLost,
-    HeldInCall,
     MessagesLost,
     NoStacks,
+    OnlyActiveCalls,
     OnlyIssuedCalls,
     OtherDumps,
     TooManyDumps,
-    UnrecordedArguments,
+    UnseenHangs,
     WrappedRings,
 )
 from torchwhere.render.fact_text.dispatch import fact_text
@@ -31,32 +30,6 @@ _MOST_PARTS = 4
 @fact_text.register
 def _(fact: DumpsAgree) -> str:
     return f"The dumps of {plural(fact.ranks, 'rank')} agree, and nothing in them is pending."
-
-
-@fact_text.register
-def _(fact: HeldInCall) -> str:
-    held = ranks_phrase(fact.ranks).capitalize()
-    verb = "is" if len(fact.ranks) == 1 else "are"
-    return (
-        f'{held} {verb} still in #{fact.number} of group "{fact.group}", which all ranks have'
-        f" issued; {ranks_phrase(fact.went_on)} went on. No rank is missing from it."
-    )
-
-
-@fact_text.register
-def _(fact: UnrecordedArguments) -> str:
-    return (
-        "Likely cause: ranks passed different roots or reduce ops, which dumps do not contain; or"
-        " the network, or a device."
-    )
-
-
-@fact_text.register
-def _(fact: AlsoHeld) -> str:
-    return (
-        f"{ranks_phrase(fact.ranks).capitalize()} did not arrive either: still in an earlier"
-        " collective that all ranks have issued."
-    )
 
 
 @fact_text.register
@@ -107,6 +80,24 @@ def _(fact: OnlyIssuedCalls) -> str:
     return (
         "dumps contain the issued collectives, not the current place of a rank; they have no"
         " modules, passes, steps, roots and reduce ops"
+    )
+
+
+@fact_text.register
+def _(fact: UnseenHangs) -> str:
+    return (
+        "a hang in a replayed CUDA graph, or of all CPUs outside any collective, leaves nothing"
+        " pending in dumps"
+    )
+
+
+@fact_text.register
+def _(fact: OnlyActiveCalls) -> str:
+    dumps = "the dump of" if len(fact.ranks) == 1 else "the dumps of"
+    lists = "lists" if len(fact.ranks) == 1 else "list"
+    return (
+        f"{dumps} {ranks_phrase(fact.ranks)} {lists} only what is in flight: completed calls were"
+        " not compared"
     )
 
 

@@ -42,9 +42,18 @@ from torchwhere.diagnose.doctor.rules.straggler import LateRanks
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
 from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict, VerdictKind
+from torchwhere.diagnose.dump_hang import (
+    DifferentOrder,
+    IncompleteCall,
+    MissingMessage,
+    NothingPending,
+    ProgressedMeanwhile,
+    UnreachedCall,
+)
 from torchwhere.render.verdict_text import (
     deadlock,
     device,
+    dumps,
     exits,
     group_creation,
     mismatch,
@@ -161,4 +170,10 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     UnobservedEnd: no_fault.unobserved_end_text,
     Quiet: no_fault.quiet_text,
     EndedUnfinished: _ended_unfinished_text,
+    NothingPending: dumps.nothing_pending_text,
+    ProgressedMeanwhile: dumps.progressed_meanwhile_text,
+    MissingMessage: dumps.missing_message_text,
+    UnreachedCall: dumps.unreached_call_text,
+    IncompleteCall: dumps.incomplete_call_text,
+    DifferentOrder: dumps.different_order_text,
 }

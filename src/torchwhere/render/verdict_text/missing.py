@@ -29,7 +29,7 @@ def missing_ranks_text(cause: MissingRanks, context: Context) -> list[str]:
     # stopped, or exited, inside the call
     is_inside = first is not None and first.counts.get(cause.wait.key, 0) > cause.wait.number
     lines = _inside_text(cause, context) if is_inside else _never_issued_text(cause, context)
-    return lines + _excuses_text(cause)
+    return lines + _excuses_text(cause) + _elsewhere_ranks_text(cause)
 
 
 def waiting_text(context: Context, wait: Wait) -> str:
@@ -158,6 +158,14 @@ def _doubts_text(cause: MissingRanks, context: Context) -> list[str]:
             " been between two collectives."
         )
     return lines
+
+
+def _elsewhere_ranks_text(cause: MissingRanks) -> list[str]:
+    if not cause.elsewhere:
+        return []
+    wait = "it still waits" if len(cause.elsewhere) == 1 else "they still wait"
+    ranks = ranks_phrase(cause.elsewhere).capitalize()
+    return [f"{ranks} did not arrive either: {wait} in another call."]
 
 
 def _excuses_text(cause: MissingRanks) -> list[str]:

@@ -32,6 +32,7 @@ class MissingRanks(Cause):
     ranks: tuple[int, ...]
     wait: Wait
     excuses: tuple[Excuse, ...] = ()
+    elsewhere: tuple[int, ...] = ()  # ranks that have not come either, and wait in another call
 
 
 class _Suspects(NamedTuple):

@@ -1,0 +1,367 @@
+"""Finds the ranks that a hang comes from, by what is pending in the dumps of all ranks.
+
+On a device a rank does not block where it issues a call. It is in the first call that its device
+has not completed. Evidence counts in this order:
+
+1. A rank has not issued a call that others wait in, and is in no call itself.
+2. With timing, a device has not reached a call that others have started.
+3. Ranks issued calls of different groups in different orders.
+4. Other sends complete before their receive, and this one does not.
+5. One rank has no dump, and several others wait in calls with it.
+
+Without any of these, all ranks of a call have issued it and none has completed it. Then it is
+unknown which device or link is the cause, and no rank is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torchwhere.core.place import Certainty
+from torchwhere.diagnose.call_graph import CallGraph, Root
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.rules.deadlock import find_deadlock
+from torchwhere.diagnose.doctor.rules.missing import MissingRanks
+from torchwhere.diagnose.doctor.verdict import VerdictKind
+from torchwhere.diagnose.doctor.waits import Wait, awaited
+from torchwhere.diagnose.dump_progress import (
+    JobProgress,
+    Meeting,
+    MessageCount,
+    MessageStream,
+)
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferredCall:
+    """A pending call, with a reference to its record."""
+
+    reference: CallRef
+    ends: tuple[int, int] | None  # of a message: source and destination
+
+
+@dataclass(frozen=True, slots=True)
+class NothingPending(Cause):
+    """Nothing in the dumps is pending."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressedMeanwhile(Cause):
+    """Some dumps are older than others: the job progressed while they were written."""
+
+    outdated: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class MissingMessage(Cause):
+    """A rank that has not issued its end of a message, or may not have."""
+
+    rank: int
+    has_dump: bool
+    call: ReferredCall
+
+
+@dataclass(frozen=True, slots=True)
+class UnreachedCall(Cause):
+    """Devices that have not reached a call that their CPU has issued."""
+
+    ranks: Ranks
+    call: ReferredCall
+    waiting: Ranks
+    buffered: tuple[MessageStream, int] | None = None  # sends that completed before their receive
+
+
+@dataclass(frozen=True, slots=True)
+class IncompleteCall(Cause):
+    """A call that its ranks have issued and not completed: the cause may be any of them."""
+
+    ranks: Ranks  # in it
+    call: ReferredCall
+    went_on: Ranks  # have completed it
+    unknown: Ranks  # whether they have issued it is unknown, although they have a dump
+    absent: Ranks  # without a dump
+    waiting: Ranks  # in other calls, for these ranks
+    has_timing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OrderCohort:
+    """Ranks that wait in the same call."""
+
+    ranks: Ranks
+    call: ReferredCall
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentOrder(Cause):
+    """Ranks that issued the calls of several groups in different orders."""
+
+    cohorts: tuple[OrderCohort, ...]  # the largest first
+    shift: int  # how many calls fewer of the first group the second cohort has issued
+
+
+def find_dump_hang(context: Context, progress: JobProgress) -> tuple[Context, Finding]:
+    """Find what the dumps show; returns also the context with the waits that they show."""
+    search = _Search(context, CallGraph(progress))
+    context = replace(context, waits=search.waits)
+    deadlock = find_deadlock(context) if search.lacks_calls() else None
+    return context, search.missing() or deadlock or search.on_devices()
+
+
+@dataclass(frozen=True)
+class _Search:
+    context: Context
+    graph: CallGraph
+
+    @property
+    def progress(self) -> JobProgress:
+        return self.graph.progress
+
+    @cached_property
+    def waits(self) -> dict[int, Wait]:
+        """For each rank, the call it is in, and the ranks that have not come there for certain."""
+        absent = {
+            meeting: self.progress.absent(self.graph.call(meeting))
+            for meeting in self.graph.ranks_in
+        }
+        return {
+            rank: Wait(
+                rank,
+                *self._reference(rank)[:2],
+                self.graph.missing[call.meeting],
+                absent[call.meeting],
+            )
+            for rank, call in self.graph.places.items()
+        }
+
+    def _reference(self, rank: int) -> CallRef:
+        call, job_calls = self.graph.places[rank], self.context.job_calls
+        rank_calls = job_calls.by_rank[rank]
+        loaded = rank_calls.call_of_record(call.record)
+        if loaded is not None:
+            return CallRef(*loaded, rank)
+        # numbers with gaps: only the newest calls without a gap are loaded
+        keys = (key for key in rank_calls.counts if job_calls.group(key).name == call.group)
+        return CallRef(next(keys), call.number, rank)
+
+    def _call(self, meeting: Meeting) -> ReferredCall:
+        rank = self.graph.ranks_in[meeting][0]
+        return ReferredCall(self._reference(rank), self.graph.places[rank].ends)
+
+    def lacks_calls(self) -> bool:
+        """Whether ranks wait in calls that others have not issued."""
+        calls = map(self.graph.call, self.graph.ranks_in)
+        return any(map(self.progress.not_issued, calls))
+
+    # -- ranks that have not come ------------------------------------------------------------------
+
+    def missing(self) -> Finding | None:
+        """Ranks that others wait for, and that are in no call themselves."""
+        culprits = frozenset(awaited(self.waits))
+        waits = [wait for wait in self.waits.values() if not culprits.isdisjoint(wait.missing)]
+        if not waits:
+            return None
+        # the wait closest to the cause: all that it lacks are culprits
+        wait = min(
+            waits,
+            key=lambda wait: (
+                len(culprits.symmetric_difference(wait.missing)),
+                self.context.timing.issued_ns(wait),
+            ),
+        )
+        ranks = tuple(rank for rank in wait.missing if rank in culprits)
+        meeting = self.graph.places[wait.rank].meeting
+        on_device = all(
+            rank in self.graph.ranks and meeting in self.graph.ranks[rank].first_pending
+            for rank in ranks
+        )
+        cause: Cause = UnreachedCall(ranks, self._call(meeting), tuple(sorted(self.waits)))
+        if not on_device:
+            cause = self._not_issued(ranks, wait, meeting)
+        is_certain = not wait.no_data and len(ranks) == len(wait.missing)
+        return Finding(
+            VerdictKind.MISSING,
+            cause,
+            culprits=ranks,
+            call=CallRef.of(wait),
+            certainty=Certainty.EXACT if is_certain else Certainty.INFERRED,
+            facts={"on_device": True} if on_device else {},
+        )
+
+    def _not_issued(self, ranks: Ranks, wait: Wait, meeting: Meeting) -> Cause:
+        call = self._call(meeting)
+        if call.ends is None:
+            elsewhere = tuple(rank for rank in wait.missing if rank not in ranks)
+            return MissingRanks(ranks, wait, elsewhere=elsewhere)
+        return MissingMessage(ranks[0], ranks[0] in self.progress.ranks, call)
+
+    # -- all have issued it ------------------------------------------------------------------------
+
+    def on_devices(self) -> Finding:
+        if not self.graph.places:
+            return Finding(VerdictKind.HEALTHY, NothingPending(), certainty=Certainty.INFERRED)
+        roots = sorted(self.graph.roots(), key=self._issued_ns)
+        current = [root for root in roots if not self._outdated(root)]
+        if not current:
+            outdated = {rank for root in roots for rank in self._outdated(root)}
+            cause = ProgressedMeanwhile(tuple(sorted(outdated)))
+            return Finding(VerdictKind.HEALTHY, cause, certainty=Certainty.INFERRED)
+        if len(current[0]) > 1:
+            return self._different_order(current[0])
+        meeting = current[0][0]
+        return self._stuck_end(meeting) or self._absent(current) or self._incomplete(meeting)
+
+    def _issued_ns(self, root: Root) -> int:
+        ranks = [rank for meeting in root for rank in self.graph.ranks_in[meeting]]
+        return min(self.context.timing.issued_ns(self.waits[rank]) for rank in ranks)
+
+    def _outdated(self, root: Root) -> list[int]:
+        """The ranks of these calls with a dump that is older than the others."""
+        return [
+            rank
+            for call in map(self.graph.call, root)
+            for rank in self.progress.taking_part(call)
+            if call.ends is None and call.group in self.progress.outdated.get(rank, ())
+        ]
+
+    def _different_order(self, root: Root) -> Finding:
+        cohorts = [OrderCohort(tuple(self.graph.ranks_in[call]), self._call(call)) for call in root]
+        cohorts.sort(key=lambda cohort: len(cohort.ranks), reverse=True)
+        usual, other = cohorts[:2]
+        is_clear = len(cohorts) == 2 and len(usual.ranks) > len(other.ranks)
+        shift = self._shift(usual, other) if is_clear else 0
+        return Finding(
+            VerdictKind.MISMATCH if shift else VerdictKind.DEADLOCK,
+            DifferentOrder(tuple(cohorts), shift),
+            culprits=other.ranks if is_clear else (),
+            call=other.call.reference,
+            certainty=Certainty.INFERRED,
+            facts={"on_device": True} | ({"differs_in": ["order"]} if shift else {}),
+            blocked=frozenset(self.graph.places),
+        )
+
+    def _shift(self, usual: OrderCohort, other: OrderCohort) -> int:
+        rank = other.ranks[0]
+        members = self.progress.taking_part(self.graph.places[rank])
+        witness = next((member for member in usual.ranks if member in members), None)
+        if witness is None or usual.call.ends is not None or other.call.ends is not None:
+            return 0
+        return self.graph.shift(rank, witness)
+
+    def _stuck_end(self, meeting: Meeting) -> Finding | None:
+        """The end of a message whose device has not reached it."""
+        call = self._call(meeting)
+        if call.ends is None:
+            return None
+        source, destination = call.ends
+        buffered = None
+        if self._is_sent(meeting):
+            rank, other = destination, source
+        else:
+            rank, other = source, destination
+            buffered = self._more_buffered(meeting)
+            if buffered is None:
+                return None
+        return Finding(
+            VerdictKind.MISSING,
+            UnreachedCall((rank,), call, (other,) if other in self.graph.places else (), buffered),
+            culprits=(rank,),
+            call=call.reference,
+            certainty=Certainty.INFERRED,
+            facts={"on_device": True},
+            blocked=frozenset(self.graph.places) - {rank},
+        )
+
+    def _is_sent(self, meeting: Meeting) -> bool:
+        """Whether the send of a message is complete, and its receive is not."""
+        source, destination = meeting[1:]
+        receive = self.graph.places.get(destination)
+        if receive is None or receive.meeting != meeting or self._unreceived(meeting) is None:
+            return False
+        return self._count(source, meeting).completed > receive.number
+
+    def _more_buffered(self, meeting: Meeting) -> tuple[MessageStream, int] | None:
+        """A stream with more unreceived messages than this one can have.
+
+        A send completes before its receive as long as a buffer has space. If other buffers hold
+        more messages of this size, this send would be complete if the device had reached it.
+        """
+        source = meeting[1]
+        if source not in self.graph.places or not self.progress.ranks[source].counts_messages:
+            return None
+        own = self._count(source, meeting)
+        unreceived = self._unreceived(meeting)
+        streams = [
+            (self._unreceived(stream) or 0, stream)
+            for rank, progress in self.progress.ranks.items()
+            for stream, count in progress.messages.items()
+            if stream[1] == rank and count.largest_bytes >= own.largest_bytes
+        ]
+        most, stream = max(streams, default=(0, meeting))
+        return (
+            (stream, most) if most > (own.completed if unreceived is None else unreceived) else None
+        )
+
+    def _unreceived(self, stream: MessageStream) -> int | None:
+        """How many completed sends of a stream have not been received; None if unknown."""
+        _, source, destination = stream
+        for rank in (source, destination):
+            if rank not in self.progress.ranks or not self.progress.ranks[rank].counts_messages:
+                return None
+        return self._count(source, stream).completed - self._count(destination, stream).completed
+
+    def _count(self, rank: int, stream: MessageStream) -> MessageCount:
+        return self.progress.ranks[rank].messages.get(stream, MessageCount())
+
+    def _absent(self, roots: list[Root]) -> Finding | None:
+        """The one rank without a dump that several others may wait for: a process that is stopped
+        or dead writes no dump. One rank against one proves nothing."""
+        absent = {self.progress.absent(self.graph.call(root[0])) for root in roots}
+        compares_order = any(self.graph.later.values())
+        if len(absent) > 1 or compares_order or any(len(root) > 1 for root in roots):
+            return None
+        ranks, meeting = absent.pop(), roots[0][0]
+        if len(ranks) != 1 or sum(len(self.graph.ranks_in[root[0]]) for root in roots) < 2:
+            return None
+        wait = self.waits[self.graph.ranks_in[meeting][0]]
+        return Finding(
+            VerdictKind.MISSING,
+            self._not_issued(ranks, wait, meeting),
+            culprits=ranks,
+            call=CallRef.of(wait),
+            certainty=Certainty.INFERRED,
+            blocked=frozenset(self.graph.places),
+        )
+
+    def _incomplete(self, meeting: Meeting) -> Finding:
+        call, ranks = self.graph.call(meeting), tuple(self.graph.ranks_in[meeting])
+        absent, unknown = self.progress.absent(call), self.progress.unknown(call)
+        went_on = set(self.progress.taking_part(call)).difference(ranks, absent, unknown)
+        referred = self._call(meeting)
+        cause = IncompleteCall(
+            ranks,
+            referred,
+            tuple(sorted(went_on)),
+            unknown,
+            absent,
+            tuple(sorted(set(self.graph.places).difference(ranks))),
+            all(self.graph.ranks[rank].has_timing for rank in ranks),
+        )
+        is_open = bool(absent or unknown)
+        return Finding(
+            VerdictKind.MISSING if is_open else VerdictKind.TOGETHER,
+            cause,
+            call=referred.reference,
+            certainty=_certainty(cause),
+            blocked=frozenset(self.graph.places),
+        )
+
+
+def _certainty(cause: IncompleteCall) -> Certainty:
+    if cause.absent or cause.unknown:
+        return Certainty.UNKNOWN
+    return Certainty.EXACT if cause.has_timing and not cause.went_on else Certainty.INFERRED

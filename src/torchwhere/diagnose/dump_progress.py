@@ -1,0 +1,153 @@
+"""How far the ranks of a job got, by their dumps: issued, pending and completed calls.
+
+`JobProgress` answers, for a call that is pending on one rank, which of the other ranks have not
+issued it. A group completes its calls in the order of issue, so only its first pending call
+counts. A dump that is older than the others proves nothing about the end: `outdated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+MessageStream = tuple[str, int, int]  # group, source, destination
+# what ranks meet in: a collective by its number, or the messages in one direction
+Meeting = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCount:
+    """The messages of one rank in one direction."""
+
+    issued: int = 0
+    completed: int = 0
+    largest_bytes: int = 0
+
+    def with_message(self, is_complete: bool, size: int) -> MessageCount:
+        largest = max(self.largest_bytes, size)
+        return MessageCount(self.issued + 1, self.completed + is_complete, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCall:
+    """A call that a rank has issued and its device has not completed."""
+
+    record: int  # in the box of the rank
+    group: str
+    number: int  # in its group, or among the listed messages in its direction
+    ends: tuple[int, int] | None  # of a message: source and destination
+    has_started: bool  # whether the device has reached it; known only with timing
+
+    @property
+    def meeting(self) -> Meeting:
+        return (self.group, self.number, -1) if self.ends is None else (self.group, *self.ends)
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """The progress of one rank."""
+
+    rank: int
+    pending: tuple[PendingCall, ...]  # in the order of issue
+    issued: Mapping[str, int]  # the number of issued collectives of each group, where known
+    messages: Mapping[MessageStream, MessageCount]
+    has_timing: bool
+    counts_messages: bool  # whether it lists all messages from the first one
+
+    @cached_property
+    def first_pending(self) -> dict[Meeting, PendingCall]:
+        """The first pending call of each meeting, in the order of issue."""
+        first: dict[Meeting, PendingCall] = {}
+        for call in self.pending:
+            first.setdefault(call.meeting, call)
+        return first
+
+    @cached_property
+    def fronts(self) -> list[PendingCall]:
+        """The first pending call of each group and direction: later ones wait behind it."""
+        fronts: dict[tuple[str, tuple[int, int] | None], PendingCall] = {}
+        for call in self.pending:
+            fronts.setdefault((call.group, call.ends), call)
+        return list(fronts.values())
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """The progress of all ranks with a dump."""
+
+    ranks: Mapping[int, RankProgress]
+    members: Mapping[str, tuple[int, ...]]
+    # by group: so many collectives need all ranks and are complete on at least one
+    joined: Mapping[str, int]
+    incomplete: frozenset[int] = frozenset()  # ranks whose dump was cut while it was written
+
+    @cached_property
+    def outdated(self) -> dict[int, frozenset[str]]:
+        """For each rank, the groups in which others completed calls after its dump."""
+        return {rank: frozenset(self._outdated(progress)) for rank, progress in self.ranks.items()}
+
+    def _outdated(self, progress: RankProgress) -> Iterator[str]:
+        for name, count in progress.issued.items():
+            if count < self.joined.get(name, 0):
+                yield name
+        for call in progress.pending:
+            if call.ends is None and call.number < self.joined.get(call.group, 0):
+                yield call.group
+
+    def with_pending(self) -> dict[int, RankProgress]:
+        """The ranks with pending calls, without calls that other ranks have completed."""
+        ranks = {}
+        for rank, progress in self.ranks.items():
+            pending = tuple(
+                call
+                for call in progress.pending
+                if call.ends is not None or call.number >= self.joined.get(call.group, 0)
+            )
+            if pending:
+                ranks[rank] = replace(progress, pending=pending)
+        return ranks
+
+    # -- one call ----------------------------------------------------------------------------------
+
+    def taking_part(self, call: PendingCall) -> tuple[int, ...]:
+        return call.ends or self.members.get(call.group, ())
+
+    def absent(self, call: PendingCall) -> tuple[int, ...]:
+        """The ranks of a call that have no dump."""
+        with_dump = self.ranks.keys() | self.incomplete
+        return tuple(rank for rank in self.taking_part(call) if rank not in with_dump)
+
+    def not_issued(self, call: PendingCall) -> tuple[int, ...]:
+        """The ranks of a call whose CPU has not issued it."""
+        return tuple(
+            rank
+            for rank in self.taking_part(call)
+            if rank in self.ranks and self._has(rank, call) is False
+        )
+
+    def unknown(self, call: PendingCall) -> tuple[int, ...]:
+        """The ranks of a call whose dump does not show whether they have issued it."""
+        return tuple(
+            rank
+            for rank in self.taking_part(call)
+            if rank in self.incomplete or (rank in self.ranks and self._has(rank, call) is None)
+        )
+
+    def _has(self, rank: int, call: PendingCall) -> bool | None:
+        """Whether the CPU of a rank has issued a call; None if its dump does not show it."""
+        progress = self.ranks[rank]
+        if call.ends is not None:
+            return self._has_message(progress, call.meeting, call.number, call.ends)
+        if call.group in self.outdated[rank] or call.group not in progress.issued:
+            return None
+        return progress.issued[call.group] > call.number
+
+    def _has_message(
+        self, progress: RankProgress, stream: MessageStream, number: int, ends: tuple[int, int]
+    ) -> bool | None:
+        if stream in progress.first_pending:
+            return True
+        if not all(rank in self.ranks and self.ranks[rank].counts_messages for rank in ends):
+            return None
+        return progress.messages.get(stream, MessageCount()).issued > number

@@ -1,0 +1,226 @@
+"""Sentences on what is pending in the dumps of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.sanitize import plural
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.dump_facts import DumpsAgree
+from torchwhere.diagnose.dump_hang import (
+    DifferentOrder,
+    IncompleteCall,
+    MissingMessage,
+    NothingPending,
+    ProgressedMeanwhile,
+    ReferredCall,
+    UnreachedCall,
+)
+from torchwhere.render.verdict_text.phrases import in_place, op_text, tensors_text
+
+_SET_TIMING = (
+    "The dumps do not show which devices have reached it. Set TORCH_NCCL_ENABLE_TIMING=1 before the"
+    " job starts: then the next dumps name the device that has not."
+)
+
+
+def nothing_pending_text(cause: NothingPending, context: Context) -> list[str]:
+    return [str(DumpsAgree(len(context.run.boxes)))]
+
+
+def progressed_meanwhile_text(cause: ProgressedMeanwhile, context: Context) -> list[str]:
+    outdated = ranks_phrase(cause.outdated)
+    dumps, show = ("dump", "shows") if len(cause.outdated) == 1 else ("dumps", "show")
+    return [
+        (
+            "The job progressed while the dumps were written: other ranks have completed calls that"
+            f" the {dumps} of {outdated} {show} as not issued or not complete."
+        ),
+        "No rank is known to hang. If the job does, write all dumps at the same time.",
+    ]
+
+
+def missing_message_text(cause: MissingMessage, context: Context) -> list[str]:
+    source, destination = cause.call.ends or (-1, -1)
+    op = "send" if cause.rank == source else "recv"
+    waiting = destination if cause.rank == source else source
+    never = "never" if cause.has_dump else "may never have"
+    lines = [
+        f"Rank {cause.rank} {never} issued the {op} of {_call_text(context, cause.call)}.",
+        *_waiting_text(context, [waiting]),
+    ]
+    if cause.has_dump:
+        return lines
+    return [
+        *lines,
+        (
+            f"Rank {cause.rank} left no dump. If it issued the {op}, suspect its device, that of"
+            f" rank {waiting}, or the network between them."
+        ),
+    ]
+
+
+def unreached_call_text(cause: UnreachedCall, context: Context) -> list[str]:
+    ranks = ranks_phrase(cause.ranks)
+    noun, has = ("device", "has") if len(cause.ranks) == 1 else ("devices", "have")
+    its = "its CPU has" if len(cause.ranks) == 1 else "their CPUs have"
+    lines = [
+        (
+            f"The {noun} of {ranks} {has} not reached {_call_text(context, cause.call)}, which"
+            f" {its} issued."
+        ),
+        *_waiting_text(context, cause.waiting),
+    ]
+    if cause.buffered is not None:
+        (_, source, destination), count = cause.buffered
+        lines.append(
+            f"  {plural(count, 'send')} from rank {source} to rank {destination} completed before"
+            " the receive: this send would have too"
+        )
+    return [
+        *lines,
+        (
+            "Likely cause: a kernel or a copy that was queued there before this call does not end."
+            " Look at: nvidia-smi and the kernel log (Xid) on the host of"
+            f" {ranks_phrase(cause.ranks[:1])}."
+        ),
+    ]
+
+
+def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
+    lines = [_incomplete_text(cause, context)]
+    if cause.waiting:
+        wait = "waits" if len(cause.waiting) == 1 else "wait"
+        lines.append(f"  {ranks_phrase(cause.waiting)} only {wait} for ranks in this call")
+    if cause.absent or cause.unknown:
+        return [*lines, *_unknown_text(cause)]
+    if cause.went_on:
+        return [
+            *lines,
+            (
+                "Likely cause: ranks passed different roots or reduce ops, which dumps do not"
+                " contain; or the network, or a device."
+            ),
+        ]
+    if cause.has_timing:
+        return [*lines, "All devices have started it: look at the network between them."]
+    return [
+        *lines,
+        (
+            "Likely cause: on the device of one of these ranks, a kernel or a copy before this call"
+            " does not end; or the network between them. Look at: nvidia-smi and the kernel log"
+            " (Xid) on their hosts."
+        ),
+        _SET_TIMING,
+        "If the job still progressed when the dumps were written, nothing is wrong.",
+    ]
+
+
+def _incomplete_text(cause: IncompleteCall, context: Context) -> str:
+    call, ranks = _call_text(context, cause.call), ranks_phrase(cause.ranks)
+    reference = cause.call.reference
+    if cause.unknown or cause.absent:
+        return f"{ranks.capitalize()} issued {call}, which is not complete."
+    if cause.went_on:
+        verb = "is" if len(cause.ranks) == 1 else "are"
+        title = context.job_calls.group(reference.key).title
+        return (
+            f'{ranks.capitalize()} {verb} still in #{reference.number} of group "{title}", which'
+            f" all ranks have issued; {ranks_phrase(cause.went_on)} went on. No rank is missing"
+            " from it."
+        )
+    if cause.call.ends is not None:
+        return f"{ranks.capitalize()} have issued {call}, and it is not complete."
+    if len(cause.ranks) == context.run.world_size:
+        ranks = f"All {plural(len(cause.ranks), 'rank')}"
+    return (
+        f"{ranks[0].upper()}{ranks[1:]} have issued {call}, and none has completed it. No rank"
+        " is missing from any collective."
+    )
+
+
+def _unknown_text(cause: IncompleteCall) -> list[str]:
+    lines = []
+    if cause.absent:
+        left = (
+            "left no dump: whether it" if len(cause.absent) == 1 else "left no dump: whether they"
+        )
+        lines.append(f"  {ranks_phrase(cause.absent)} {left} reached this call is unknown")
+    if cause.unknown:
+        show = "shows" if len(cause.unknown) == 1 else "show"
+        dumps = "dump" if len(cause.unknown) == 1 else "dumps"
+        lines.append(
+            f"  the {dumps} of {ranks_phrase(cause.unknown)} {show} nothing about this call: it may"
+            " be complete there, or not issued"
+        )
+    suspects = ranks_phrase(sorted({*cause.ranks, *cause.unknown, *cause.absent}))
+    return [
+        *lines,
+        (
+            f"The culprit is unknown. One of {suspects} has not issued this call, or issued its"
+            " calls in another order; or its device does not reach it; or the network is the cause."
+        ),
+    ]
+
+
+def different_order_text(cause: DifferentOrder, context: Context) -> list[str]:
+    lines = [
+        "Ranks wait for each other: they issued the calls of their groups in different orders."
+    ]
+    lines += [
+        f"  in {_call_text(context, cohort.call)}: {ranks_phrase(cohort.ranks)}"
+        for cohort in cause.cohorts
+    ]
+    usual, other = cause.cohorts[:2]
+    if not cause.shift:
+        return [
+            *lines,
+            (
+                "Likely cause: a different code path on some ranks. Look at: the order of these"
+                f" groups {_at(context, other.ranks)}."
+            ),
+        ]
+    skipping, group = ranks_phrase(other.ranks), _title(context, usual.call)
+    if cause.shift < 0:
+        skipping, group = ranks_phrase(usual.ranks), _title(context, other.call)
+    return [
+        *lines,
+        (
+            f"Since then {ranks_phrase(other.ranks)} and the others never came back to the same"
+            f' order: {skipping} left out {plural(abs(cause.shift), "call")} of group "{group}".'
+        ),
+        f"Look at: conditions on rank, step or data {_at(context, other.ranks)}.",
+    ]
+
+
+def _at(context: Context, ranks: Sequence[int]) -> str:
+    line = context.place(ranks[0]).line
+    return f"before {line}" if line else f"on rank {ranks[0]}"
+
+
+def _title(context: Context, call: ReferredCall) -> str:
+    return context.job_calls.group(call.reference.key).title
+
+
+def _waiting_text(context: Context, ranks: Sequence[int]) -> list[str]:
+    """The ranks that wait, as far as they have a dump."""
+    with_dump = [rank for rank in ranks if rank in context.job_calls.by_rank]
+    places = {in_place(context.place(rank)) for rank in with_dump}
+    if not places:
+        return []
+    where = places.pop() if len(places) == 1 else "in different places"
+    return [f"  waiting: {ranks_phrase(with_dump)}, {where}"]
+
+
+def _call_text(context: Context, call: ReferredCall) -> str:
+    """`all_reduce of float32 [4], #5 of group "default"`; for a message its ends."""
+    reference, title = call.reference, _title(context, call)
+    event = context.job_calls.by_rank[reference.rank].issued(reference.key, reference.number)
+    if call.ends is None:
+        return f'{op_text(event)}, #{reference.number} of group "{title}"'
+    source, destination = call.ends
+    return (
+        f"the message{tensors_text(event)} from rank {source} to rank {destination} on group"
+        f' "{title}"'
+    )

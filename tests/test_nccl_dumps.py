@@ -1,0 +1,167 @@
+"""What the doctor says about flight recorder dumps of four NCCL ranks, as production writes them.
+
+`nccl_dumps.txz` holds the dumps of the jobs in `nccl_jobs.py`, recorded on an H200 without timing:
+`all` entries, only `active` ones as pickle and as JSON, and what the watchdog wrote after a timeout.
+The fault is always on rank 2. `test_derived_dumps.py` reads dumps derived from these.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_nccl_runs import unpacked
+from torchwhere.cli import main
+from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.flight_recorder.verdict import consult_dumps
+
+Dump = dict[str, Any]
+HEALTHY, TOGETHER = ("healthy", ()), ("together", ())
+MISSING, MISMATCH, DEADLOCK = ("missing", (2,)), ("mismatch", (2,)), ("deadlock", (2,))
+NOT_KNOWN = ("missing", ())
+VICTIM, OTHERS = 2, (0, 1, 3)
+KINDS = ("all", "active", "active_json", "watchdog")
+
+# The verdict on each kind of dump: all, active, active as JSON, watchdog. None: not recorded.
+TABLE: dict[str, tuple[tuple[str, tuple[int, ...]] | None, ...]] = {
+    # nothing is pending
+    "healthy_ddp": (HEALTHY, HEALTHY, HEALTHY, None),
+    "healthy_fsdp2": (HEALTHY, HEALTHY, HEALTHY, None),
+    # the job progresses; without timing, dumps do not show that a device is slow
+    "slow_ddp": (HEALTHY, HEALTHY, HEALTHY, None),
+    # replays of a graph are not recorded
+    "replay_skipped": (HEALTHY, HEALTHY, HEALTHY, None),
+    # the job goes on after it; active entries show only the progress
+    "wrong_size": (MISMATCH, HEALTHY, HEALTHY, None),
+    # all ranks have issued the same calls, and dumps without timing are equal
+    "endless_ddp": (TOGETHER, TOGETHER, TOGETHER, TOGETHER),
+    "endless_fsdp2": (TOGETHER, TOGETHER, TOGETHER, TOGETHER),
+    # with all entries, buffered sends of rank 1 show that rank 2 has not reached its own
+    "endless_pipeline": (MISSING, TOGETHER, TOGETHER, TOGETHER),
+    "opposite_groups": (DEADLOCK, DEADLOCK, DEADLOCK, None),
+    "stuck_cpu": (MISSING, MISSING, MISSING, MISSING),
+    # rank 2 cannot write a dump
+    "stopped": (MISSING, MISSING, MISSING, MISSING),
+    "extra": (MISMATCH, MISMATCH, MISMATCH, MISMATCH),
+    "skipped": (MISMATCH, MISMATCH, MISMATCH, MISMATCH),
+}
+FOLDERS = [
+    (job, kind, verdict)
+    for job, verdicts in TABLE.items()
+    for kind, verdict in zip(KINDS, verdicts, strict=True)
+    if verdict is not None
+]
+each_folder = pytest.mark.parametrize(
+    ("job", "kind", "expected"), FOLDERS, ids=[f"{job}-{kind}" for job, kind, _ in FOLDERS]
+)
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked("nccl_dumps.txz", tmp_path_factory.mktemp("dumps"))
+
+
+def read(folder: Path) -> dict[int, Dump]:
+    """The dumps of a folder by rank."""
+    contents = {
+        int(path.name.removeprefix("rank_")): path.read_bytes() for path in folder.iterdir()
+    }
+    return {
+        rank: json.loads(data) if data[:1] == b"{" else pickle.loads(data)
+        for rank, data in sorted(contents.items())
+    }
+
+
+def diagnosed(folder: Path, ranks: dict[int, Dump]) -> Verdict:
+    folder.mkdir(exist_ok=True)
+    for rank, dump in ranks.items():
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    return consult_dumps(folder)
+
+
+def conclusion(verdict: Verdict) -> tuple[str, tuple[int, ...]]:
+    return str(verdict.kind), verdict.culprits
+
+
+# -- the recorded dumps ----------------------------------------------------------------------------
+
+
+def test_table(dumps: Path) -> None:
+    """The table has a line for each folder that was recorded."""
+    folders = {(path.parent.name, path.name) for path in dumps.glob("*/*")}
+    assert folders == {(job, kind) for job, kind, _ in FOLDERS}
+
+
+@each_folder
+def test_recorded(dumps: Path, job: str, kind: str, expected: tuple[str, tuple[int, ...]]) -> None:
+    """The verdict names the fault and rank 2, or no rank where the dumps cannot tell."""
+    assert conclusion(consult_dumps(dumps / job / kind)) == expected
+
+
+@pytest.mark.parametrize("removed", OTHERS)
+@each_folder
+def test_without_a_healthy_rank(
+    dumps: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    kind: str,
+    expected: tuple[str, tuple[int, ...]],
+    removed: int,
+) -> None:
+    """If the dump of a healthy rank is missing, no rank that has a dump is blamed for it."""
+    verdict = without(dumps / job / kind, tmp_path, removed, capsys)
+    culprits = tuple(verdict["culprits"])
+    if job in ("endless_ddp", "endless_fsdp2"):  # as if the process of that rank was stopped
+        assert (verdict["kind"], culprits, verdict["certainty"]) == (
+            "missing",
+            (removed,),
+            "inferred",
+        )
+    elif expected[1] and culprits != expected[1]:
+        # what shows the fault is lost with the dump: two ranks are missing, or no rank is left
+        # that shares both groups, or shows that sends are buffered
+        assert (job, removed) in {
+            *(("stopped", rank) for rank in OTHERS),
+            ("skipped", 3),
+            ("endless_pipeline", 1),
+        }
+        assert culprits == ()
+        assert verdict["kind"] != "healthy"
+    else:
+        assert culprits == expected[1]
+
+
+@each_folder
+def test_without_the_culprit(
+    dumps: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    kind: str,
+    expected: tuple[str, tuple[int, ...]],
+) -> None:
+    """If the dump of the culprit is missing, no rank that only waits is blamed."""
+    verdict = without(dumps / job / kind, tmp_path, VICTIM, capsys)
+    assert verdict["culprits"] in ([], [VICTIM])
+    is_hang = job not in ("healthy_ddp", "healthy_fsdp2", "slow_ddp", "replay_skipped")
+    if is_hang and job != "wrong_size":
+        assert verdict["kind"] == "missing"
+    else:
+        assert verdict["kind"] == "healthy"
+
+
+def without(
+    folder: Path, copied: Path, removed: int, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    """The JSON of the command on a folder without the dump of a rank."""
+    for path in folder.iterdir():
+        if path.name != f"rank_{removed}":
+            (copied / path.name).write_bytes(path.read_bytes())
+    main(["doctor", "--flight-recorder", str(copied), "--json"])
+    verdict: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return verdict
