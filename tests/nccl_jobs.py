@@ -27,6 +27,7 @@ FAULTY_STEP = 6
 CYCLES_PER_S = 1.8e9
 ENDLESS = int(25 * CYCLES_PER_S)
 SIZE = 256
+FAILS_AFTER_S = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +37,21 @@ class Expected:
     kind: str
     culprits: tuple[int, ...] = (VICTIM,)
     on_device: bool = False
+    fails: bool = False  # the processes end by themselves; collectives have a short timeout
 
 
 JOBS: dict[str, tuple[Callable[[], None], Expected]] = {}
 
 
 def job(
-    kind: str, *, culprits: tuple[int, ...] = (VICTIM,), on_device: bool = False
+    kind: str,
+    *,
+    culprits: tuple[int, ...] = (VICTIM,),
+    on_device: bool = False,
+    fails: bool = False,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def register(function: Callable[[], None]) -> Callable[[], None]:
-        JOBS[function.__name__] = function, Expected(kind, culprits, on_device)
+        JOBS[function.__name__] = function, Expected(kind, culprits, on_device, fails)
         return function
 
     return register
@@ -210,6 +216,91 @@ def skipped() -> None:
         pause()
 
 
+# -- failures: the processes end by themselves -----------------------------------------------------
+
+
+def read_beyond_the_end() -> None:
+    """Index a tensor out of its bounds: a device-side assert."""
+    rows = torch.zeros(4, SIZE, device="cuda")
+    rows[torch.full((1,), 9, device="cuda")]
+
+
+def write_to_a_wrong_address() -> None:
+    try:
+        storage = torch._C._construct_storage_from_data_pointer(64, torch.device("cuda", 0), 4096)
+        torch.empty(0, device="cuda").set_(storage, 0, (1024,), (1,)).fill_(1)
+        print("illegal address: by storage", flush=True)
+        return
+    except Exception as error:
+        print("illegal address: no storage", repr(error), flush=True)
+    kernel = torch.cuda._compile_kernel(
+        'extern "C" __global__ void wrong(int value) { *(volatile int*)64 = value; }', "wrong"
+    )
+    kernel((1, 1, 1), (1, 1, 1), (1,))
+    print("illegal address: by kernel", flush=True)
+
+
+def reject_batch() -> None:
+    raise ValueError("bad batch")
+
+
+@job("dead", fails=True)
+def device_assert() -> None:
+    train(ddp(), once(read_beyond_the_end))
+
+
+@job("dead", fails=True)
+def illegal_address() -> None:
+    train(ddp(), once(write_to_a_wrong_address))
+
+
+@job("dead", fails=True)
+def timeout_cpu() -> None:
+    """A CPU that sleeps longer than the timeout of the collectives."""
+    train(ddp(), once(lambda: time.sleep(600)))
+
+
+@job("dead", on_device=True, fails=True)
+def timeout_device() -> None:
+    """A kernel that takes longer than the timeout of the collectives."""
+    train(ddp(), once(lambda: torch.cuda._sleep(ENDLESS)))
+
+
+@job("dead", fails=True)
+def raised() -> None:
+    train(ddp(), once(reject_batch))
+
+
+@job("dead", fails=True)
+def exited() -> None:
+    train(ddp(), once(lambda: os._exit(1)))
+
+
+@job("missing", fails=True)
+def destroy_left_out() -> None:
+    """One rank does not destroy the group; the others may wait for it."""
+    few_steps()
+    if dist.get_rank() == VICTIM:
+        time.sleep(600)
+    dist.destroy_process_group()
+
+
+@job("mismatch", fails=True)
+def destroy_with_pending_work() -> None:
+    """One rank destroys the group while a collective runs that the others never issue."""
+    few_steps()
+    if dist.get_rank() == VICTIM:
+        dist.all_reduce(torch.ones(3, device="cuda"))
+    dist.destroy_process_group()
+
+
+def few_steps() -> None:
+    x = torch.ones(1 << 12, device="cuda")
+    for _ in range(FAULTY_STEP):
+        dist.all_reduce(x)
+        pause()
+
+
 # -- one rank --------------------------------------------------------------------------------------
 
 
@@ -221,7 +312,8 @@ def main(name: str, folder: str, seconds: float) -> None:
 
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=300))
+    timeout = timedelta(seconds=FAILS_AFTER_S if JOBS[name][1].fails else 300)
+    dist.init_process_group("nccl", device_id=device, timeout=timeout)
     threading.Thread(target=_exit_after, args=(seconds,), daemon=True).start()
     torchwhere.start(out=Path(folder))
     JOBS[name][0]()
