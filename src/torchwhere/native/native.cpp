@@ -7,6 +7,7 @@
 #include "modules.h"
 #include "fast_path.h"
 #include "reductions.h"
+#include "terminate.h"
 #include "thread_track.h"
 
 namespace {
@@ -27,6 +28,8 @@ PyMethodDef functions[] = {
     {"device_mark", torchwhere::device_mark, METH_VARARGS, nullptr},
     {"device_type", torchwhere::device_type, METH_O, nullptr},
     {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},
+    {"terminate_begin", torchwhere::terminate_begin, METH_O, nullptr},
+    {"terminate_end", torchwhere::terminate_end, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {

@@ -20,6 +20,11 @@ from torchwhere.processes.py_spy import PythonFrame
 
 Stack = tuple[str, ...]  # `file:line in function`, innermost first
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_CRASH = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
+# The native extension writes it (`terminate.h`), just before the fault handler writes the stacks.
+_UNCAUGHT = re.compile(
+    r"^Uncaught C\+\+ exception: (.*?)(?=^Fatal Python error: |\Z)", re.MULTILINE | re.DOTALL
+)
 _MAX_FRAMES = 64
 _LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # run the script, outside of it
 _OWN = "/torchwhere/hooks/"  # inside the script
@@ -44,14 +49,20 @@ def request_stacks(
 
 
 def crash_stack(text: str) -> tuple[str | None, Stack]:
-    """How a process crashed, from its fault file, and the stack of the thread that crashed."""
-    crash = re.search(r"^Fatal Python error: (.*)$", text, re.MULTILINE)
-    if crash is None:
+    """How a process crashed, from its fault file, and the stack of the thread that crashed; of
+    the main thread, if a native thread crashed."""
+    crash = _CRASH.search(text)
+    uncaught = _UNCAUGHT.search(text)
+    if crash is None and uncaught is None:
         return None, ()
-    current = re.search(
-        r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", text[crash.end() :], re.MULTILINE
-    )
-    return crash[1], without_own_frames(_frames(current[1])) if current is not None else ()
+    reason = crash[1] if crash is not None else "Aborted"
+    if uncaught is not None:
+        reason = f"{reason}: {uncaught[1].strip()}"
+    threads = text[crash.end() :] if crash is not None else ""
+    current = re.search(r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", threads, re.MULTILINE)
+    if current is None:
+        return reason, _main_thread(threads)
+    return reason, without_own_frames(_frames(current[1]))
 
 
 def stall_stack(text: str, *, last_ns: int) -> tuple[Stack, int | None]:
