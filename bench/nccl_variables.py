@@ -24,7 +24,7 @@ SETTINGS = {
     "both": {"TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_FR_BUFFER_SIZE": "2000"},
     "neither, again": {"TORCH_NCCL_ENABLE_TIMING": "0", "TORCH_FR_BUFFER_SIZE": "0"},
 }
-BLOCKS, CALLS = 30, 100
+BLOCKS, CALLS = 16, 100
 ELEMENTS = 1 << 12
 _FIRST_PORT = 29700
 _TIMEOUT_S = 90
@@ -43,6 +43,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, both in _round(arguments.ranks).items():
             times[name].append(both)
+            print(name, both, file=sys.stderr, flush=True)
     print(f"{arguments.ranks} ranks: µs for an all_reduce to be issued, and to be done")
     for name, pairs in times.items():
         columns = [[pair[at] for pair in pairs] for at in range(2)]
