@@ -226,18 +226,8 @@ def read_beyond_the_end() -> None:
 
 
 def write_to_a_wrong_address() -> None:
-    try:
-        storage = torch._C._construct_storage_from_data_pointer(64, torch.device("cuda", 0), 4096)
-        torch.empty(0, device="cuda").set_(storage, 0, (1024,), (1,)).fill_(1)
-        print("illegal address: by storage", flush=True)
-        return
-    except Exception as error:
-        print("illegal address: no storage", repr(error), flush=True)
-    kernel = torch.cuda._compile_kernel(
-        'extern "C" __global__ void wrong(int value) { *(volatile int*)64 = value; }', "wrong"
-    )
-    kernel((1, 1, 1), (1, 1, 1), (1,))
-    print("illegal address: by kernel", flush=True)
+    storage = torch._C._construct_storage_from_data_pointer(64, torch.device("cuda", 0), 4096)
+    torch.empty(0, device="cuda").set_(storage, 0, (1024,), (1,)).fill_(1)
 
 
 def reject_batch() -> None:

@@ -25,6 +25,7 @@ _CRASH = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 _UNCAUGHT = re.compile(
     r"^Uncaught C\+\+ exception: (.*?)(?=^Fatal Python error: |\Z)", re.MULTILINE | re.DOTALL
 )
+IN_NATIVE_THREAD = "in a native thread"  # how a process crashed
 _MAX_FRAMES = 64
 _LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # run the script, outside of it
 _OWN = "/torchwhere/hooks/"  # inside the script
@@ -50,19 +51,17 @@ def request_stacks(
 
 def crash_stack(text: str) -> tuple[str | None, Stack]:
     """How a process crashed, from its fault file, and the stack of the thread that crashed; of
-    the main thread, if a native thread crashed."""
-    crash = _CRASH.search(text)
-    uncaught = _UNCAUGHT.search(text)
+    the main thread, if a thread without Python crashed."""
+    crash, uncaught = _CRASH.search(text), _UNCAUGHT.search(text)
     if crash is None and uncaught is None:
         return None, ()
     reason = crash[1] if crash is not None else "Aborted"
-    if uncaught is not None:
-        reason = f"{reason}: {uncaught[1].strip()}"
     threads = text[crash.end() :] if crash is not None else ""
     current = re.search(r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", threads, re.MULTILINE)
-    if current is None:
-        return reason, _main_thread(threads)
-    return reason, without_own_frames(_frames(current[1]))
+    stack = without_own_frames(_frames(current[1])) if current is not None else ()
+    if not stack:
+        reason, stack = f"{reason} {IN_NATIVE_THREAD}", _main_thread(threads)
+    return f"{reason}: {uncaught[1].strip()}" if uncaught is not None else reason, stack
 
 
 def stall_stack(text: str, *, last_ns: int) -> tuple[Stack, int | None]:

@@ -23,14 +23,16 @@ _TERMINATED = re.compile(
     r"(?:exit|exception: SystemExit:) (?:143|-15)|exception: .*(?:\bSIGTERM|\bsignal:? 15\b).*",
     re.IGNORECASE | re.DOTALL,
 )
-# Messages of gloo, NCCL and the store when the process of a peer is gone. Timeouts have others.
+# Messages of gloo, NCCL and the store when the process of a peer is gone, or has aborted the
+# communicator. Timeouts have others.
 _CANNOT_CONNECT = (
     "connectFullMesh failed|connection refused|timed out connecting|client socket has timed out"
 )
 _CONNECTING = re.compile(_CANNOT_CONNECT, re.IGNORECASE)
 _PEER_LOST = re.compile(
-    r"closed by peer|connection reset|connection closed|broken pipe|remote process"
-    rf" exited|{_CANNOT_CONNECT}",
+    r"closed by peer|connection reset|connection closed|connection was likely closed|broken"
+    r" pipe|remote process exited|communicator (?:was|has been) aborted|ncclRemoteError"
+    rf"|{_CANNOT_CONNECT}",
     re.IGNORECASE,
 )
 # Messages of a collective that timed out.

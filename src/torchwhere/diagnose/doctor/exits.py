@@ -12,6 +12,7 @@ later, was first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 from torchwhere.diagnose.doctor.exit_records import (
@@ -22,6 +23,15 @@ from torchwhere.diagnose.doctor.exit_records import (
 from torchwhere.diagnose.doctor.rank_exits import SAME_EXIT_NS, RankExits
 
 _NEVER = 1 << 63
+
+
+class Reaction(StrEnum):
+    """Why a rank exited because of another one."""
+
+    TIMED_OUT = "timed out"
+    LOST_PEER = "lost peer"
+    RAISED_AGAIN = "raised again"
+    TERMINATED = "terminated"
 
 
 @dataclass(frozen=True)
@@ -138,14 +148,20 @@ class Exits(RankExits):
         """Whether a rank only noticed that the others were killed, and was killed with them."""
         return self.were_killed_together and self.has_failed(rank)
 
+    def reaction(self, rank: int) -> Reaction | None:
+        """Why a rank exited, if the cause was another rank."""
+        if self.device_error(rank) is not None:
+            return None
+        if self.timed_out(rank):
+            return Reaction.TIMED_OUT
+        if self.lost_its_peer(rank):
+            return Reaction.LOST_PEER
+        if self._raised_again(rank):
+            return Reaction.RAISED_AGAIN
+        return Reaction.TERMINATED if was_terminated(self.job_calls.by_rank[rank]) else None
+
     def _is_victim(self, rank: int) -> bool:
-        rank_calls = self.job_calls.by_rank[rank]
-        return (
-            self.lost_its_peer(rank)
-            or self.timed_out(rank)
-            or self._raised_again(rank)
-            or was_terminated(rank_calls)
-        )
+        return self.reaction(rank) is not None
 
     def _raised_again(self, rank: int) -> bool:
         """Whether a rank raised again what other ranks raised first: the message names ranks,
