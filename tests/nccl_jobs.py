@@ -266,29 +266,16 @@ def exited() -> None:
     train(ddp(), once(lambda: os._exit(1)))
 
 
-@job("missing", fails=True)
-def destroy_left_out() -> None:
-    """One rank does not destroy the group; the others may wait for it."""
-    few_steps()
-    if dist.get_rank() == VICTIM:
-        time.sleep(600)
-    dist.destroy_process_group()
-
-
 @job("mismatch", fails=True)
 def destroy_with_pending_work() -> None:
-    """One rank destroys the group while a collective runs that the others never issue."""
-    few_steps()
-    if dist.get_rank() == VICTIM:
-        dist.all_reduce(torch.ones(3, device="cuda"))
-    dist.destroy_process_group()
-
-
-def few_steps() -> None:
+    """One rank destroys the group while a collective is pending that the others never issue."""
     x = torch.ones(1 << 12, device="cuda")
     for _ in range(FAULTY_STEP):
         dist.all_reduce(x)
         pause()
+    if dist.get_rank() == VICTIM:
+        dist.all_reduce(x)
+    dist.destroy_process_group()
 
 
 # -- one rank --------------------------------------------------------------------------------------

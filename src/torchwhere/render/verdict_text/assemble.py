@@ -25,6 +25,7 @@ from torchwhere.diagnose.doctor.rules.exited import (
     TimedOutTogether,
     UnknownFirstExit,
 )
+from torchwhere.diagnose.doctor.rules.extra_call import ExtraCall
 from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
 from torchwhere.diagnose.doctor.rules.lost_data import LostData
 from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls
@@ -45,6 +46,7 @@ from torchwhere.render.verdict_text import (
     deadlock,
     device,
     exits,
+    extra_call,
     group_creation,
     mismatch,
     missing,
@@ -141,6 +143,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     BlockedDevices: device.blocked_devices_text,
     DevicesBlockedTogether: device.blocked_together_text,
     DeviceDeadlock: device.device_deadlock_text,
+    ExtraCall: extra_call.extra_call_text,
     ExitedRanks: exits.exited_ranks_text,
     UnknownFirstExit: exits.unknown_first_exit_text,
     TimedOutTogether: no_fault.timed_out_together_text,

@@ -40,6 +40,7 @@ _ACTIVITIES = {
     Activity.THREAD: "waiting for a lock or a thread",
     Activity.SOCKET: "waiting for a socket",
     Activity.GROUP_CREATION: "in {function}, which needs all ranks of the group",
+    Activity.GROUP_END: "in {function}, which waits for pending collectives of this rank",
     Activity.COLLECTIVE: "waiting in {function}",
     Activity.DISTRIBUTED: "in torch.distributed, outside any recorded collective",
     Activity.RUNNING: (
