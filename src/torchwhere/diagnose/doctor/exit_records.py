@@ -15,6 +15,7 @@ from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.waits import waiting_for, waits
+from torchwhere.processes.stacks import IN_NATIVE_THREAD
 
 _NEARBY = 64  # records before a call in which an exception may be its cause
 WATCH_ENDED = "stop"  # end reason of a watch whose process continues
@@ -72,6 +73,11 @@ def is_failed_connection(message: str) -> bool:
 
 def is_out_of_memory(message: str) -> bool:
     return _OUT_OF_MEMORY.search(message.partition("\n")[0]) is not None
+
+
+def is_unexplained_abort(message: str) -> bool:
+    """Whether a thread without Python ended a process, and left no message."""
+    return message.endswith(IN_NATIVE_THREAD)
 
 
 def named_ranks(message: str) -> set[int]:

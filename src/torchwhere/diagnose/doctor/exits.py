@@ -11,12 +11,14 @@ later, was first.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 from torchwhere.diagnose.doctor.exit_records import (
     is_failed_connection,
+    is_unexplained_abort,
     named_ranks,
     was_terminated,
 )
@@ -160,6 +162,15 @@ class Exits(RankExits):
             return Reaction.RAISED_AGAIN
         return Reaction.TERMINATED if was_terminated(self.job_calls.by_rank[rank]) else None
 
+    def reactions(self, *, besides: Collection[int] = ()) -> dict[Reaction, list[int]]:
+        """The ranks that failed because of another one, by reaction."""
+        by_reaction: dict[Reaction, list[int]] = {}
+        for rank in self.failed():
+            reaction = self.reaction(rank) if rank not in besides else None
+            if reaction is not None:
+                by_reaction.setdefault(reaction, []).append(rank)
+        return by_reaction
+
     def _is_victim(self, rank: int) -> bool:
         return self.reaction(rank) is not None
 
@@ -180,7 +191,7 @@ class Exits(RankExits):
         If all of them lost a peer, the ranks without data.
         """
         own = [rank for rank in awaited if not self._is_victim(rank)]
-        return own or no_data or awaited
+        return self._with_device_errors(own) or own or no_data or awaited
 
     def first(self, no_data: list[int]) -> list[int]:
         """The ranks that exited first, where all ranks had reached one collective.
@@ -192,9 +203,15 @@ class Exits(RankExits):
         own = [rank for rank in failed if not self._reacted(rank)]
         if own or no_data:
             return (
-                own or self._silent_since_failure(no_data) or self._without_exit_record() or no_data
+                self._with_device_errors(own)
+                or own
+                or self._silent_since_failure(no_data)
+                or self._without_exit_record()
+                or no_data
             )
         crashed = [rank for rank in failed if not self._is_victim(rank)]
+        if all(map(self._aborted_unexplained, crashed)):
+            crashed = self._aborted_first(crashed)
         # A rank that could not connect exited before there was a group: ranks without an exit
         # record may have been ended because of it.
         return crashed or ([] if self.could_not_connect(failed) else self._without_exit_record())
@@ -209,8 +226,29 @@ class Exits(RankExits):
             rank_calls.end is None
             and self.unfinished(rank) is None
             and self.status(rank).out_of_memory is None
+            and self.device_error(rank) is None
         )
-        return self._is_victim(rank) or (is_crash and rank_calls.in_collective_since_ns is not None)
+        may_react = rank_calls.in_collective_since_ns is not None or self._aborted_unexplained(rank)
+        return self._is_victim(rank) or (is_crash and may_react)
+
+    def _with_device_errors(self, ranks: list[int]) -> list[int]:
+        return [rank for rank in ranks if self.device_error(rank) is not None]
+
+    def _aborted_unexplained(self, rank: int) -> bool:
+        """Whether a native thread ended a rank, and left no message.
+
+        The watchdog of NCCL does so after an error of the rank's own device, and also after a
+        timeout.
+        """
+        return is_unexplained_abort(self.exit_message(rank))
+
+    def _aborted_first(self, aborted: list[int]) -> list[int]:
+        """The rank that aborted clearly before the others; none if there is no such rank."""
+        gone_ns = sorted((self.status(rank).gone_ns or 0, rank) for rank in aborted)
+        if len(gone_ns) < 2:
+            return aborted
+        (first_ns, first), (second_ns, _) = gone_ns[:2]
+        return [first] if first_ns and second_ns - first_ns > SAME_EXIT_NS else []
 
     def _silent_since_failure(self, ranks: list[int]) -> list[int]:
         """The ranks that gave no sign of life after a rank had failed."""

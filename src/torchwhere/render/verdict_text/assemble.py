@@ -47,6 +47,7 @@ from torchwhere.render.verdict_text import (
     device,
     exits,
     extra_call,
+    failures,
     group_creation,
     mismatch,
     missing,
@@ -71,9 +72,10 @@ def verdict_of(diagnosis: Diagnosis) -> Verdict:
         stalled_s=finding.stalled_s,
         explanation=(
             *explain(finding.cause, context),
+            *_reactions_text(finding, context),
             *_external_end_text(context, finding.kind),
         ),
-        facts=_facts(finding),
+        facts=_facts(finding, context),
     )
 
 
@@ -87,6 +89,11 @@ def _ended_unfinished_text(cause: EndedUnfinished, context: Context) -> list[str
     return exits.ended_text(context) + until_then + exits.gone_first_text(cause)
 
 
+def _reactions_text(finding: Finding, context: Context) -> list[str]:
+    """The ranks that failed only because of the culprits, if there are culprits."""
+    return failures.reactions_text(context, finding.culprits) if finding.culprits else []
+
+
 def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
     """That the job was ended from outside after the fault."""
     if not context.exits.ended_externally or kind is VerdictKind.HEALTHY:
@@ -96,24 +103,30 @@ def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
     return ["Then SIGTERM ended the job."] if kind is not VerdictKind.DEAD else []
 
 
-def _facts(finding: Finding) -> dict[str, Any]:
+def _facts(finding: Finding, context: Context) -> dict[str, Any]:
     """The facts for JSON, with those that are texts."""
+    facts = finding.facts
+    if finding.culprits and (reactions := context.exits.reactions(besides=finding.culprits)):
+        facts = facts | {"failed_because_of_it": reactions}
     if isinstance(finding.cause, DifferentCalls):
-        return finding.facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
+        return facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
     if isinstance(finding.cause, LateRanks):
-        return finding.facts | straggler.late_ranks_facts(finding.cause)
-    return finding.facts
+        return facts | straggler.late_ranks_facts(finding.cause)
+    return facts
 
 
 def _report(context: Context, finding: Finding, rank: int) -> RankReport:
     rank_calls = context.job_calls.by_rank[rank]
     last, detail = rank_calls.last, context.detail(rank, blocked=finding.blocked)
+    status = context.status(rank)
+    # a rank that failed and then crashed while it exited: that stack explains nothing
+    has_exit_stack = rank_calls.end is not None and status.ended is not None
     return RankReport(
         state=context.state(rank, blocked=finding.blocked),
         place=context.place(rank),
         last=shown_fields(rank_calls.fields(*last)) if last is not None else None,
         detail=detail_text(detail) if detail is not None else None,
-        stack=context.status(rank).stack,
+        stack=() if has_exit_stack else status.stack,
     )
 
 

@@ -88,7 +88,18 @@ def _exited(
         culprits=tuple(ranks),
         call=CallRef.of(wait) if wait is not None else None,
         certainty=certainty if is_sure else Certainty.INFERRED,
+        facts=_device_errors(context, ranks),
     )
+
+
+def _device_errors(context: Context, ranks: list[int]) -> dict[str, object]:
+    errors = {
+        rank: str(error)
+        for rank in ranks
+        if rank in context.job_calls.by_rank
+        and (error := context.exits.device_error(rank)) is not None
+    }
+    return {"device_errors": errors} if errors else {}
 
 
 def _likely_exited(context: Context) -> list[int]:
