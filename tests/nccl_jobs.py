@@ -1,7 +1,8 @@
 """Jobs of four NCCL ranks on one GPU, each with one fault on rank 2.
 
-`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz` and `nccl_dumps.txz` hold what they
-recorded on an H200 (torch 2.11, NCCL 2.28), for machines without a GPU.
+`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz`, `nccl_dumps.txz` and
+`nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL 2.28), for machines without
+a GPU.
 
 NCCL refuses two ranks on one GPU of one host. It tells hosts apart by `NCCL_HOSTID`.
 """
@@ -244,13 +245,13 @@ def illegal_address() -> None:
     train(ddp(), once(write_to_a_wrong_address))
 
 
-@job("dead", fails=True)
+@job("missing", fails=True)
 def timeout_cpu() -> None:
     """A CPU that sleeps longer than the timeout of the collectives."""
     train(ddp(), once(lambda: time.sleep(600)))
 
 
-@job("dead", on_device=True, fails=True)
+@job("missing", on_device=True, fails=True)
 def timeout_device() -> None:
     """A kernel that takes longer than the timeout of the collectives."""
     train(ddp(), once(lambda: torch.cuda._sleep(ENDLESS)))

@@ -50,7 +50,7 @@ IN_A_THREAD = "Aborted in a native thread"
         (f"AcceleratorError: {ASSERT}", DeviceError.ASSERT),
         (f"{IN_A_THREAD}: {WATCHDOG}{ASSERT}", DeviceError.ASSERT),
         (
-            "RuntimeError: CUDA error: an illegal memory access was encountered",
+            "CUDA error: an illegal memory access\nCompile with .. to enable device-side assertions",
             DeviceError.ADDRESS,
         ),
         ("RuntimeError: CUDA error: misaligned address", DeviceError.ADDRESS),
@@ -99,6 +99,23 @@ def test_a_device_error_among_reactions() -> None:
     assert job.first_of_awaited([0, 2, 3], []) == [2]
     assert job.reactions(besides=[2]) == {Reaction.TIMED_OUT: [0], Reaction.LOST_PEER: [1, 3]}
     assert exit_text(job.how(2)).startswith("aborted by the watchdog of NCCL: CUDA error: device")
+
+
+def test_an_aborted_communicator() -> None:
+    """A rank whose watchdog aborts the communicator records only that; the abort tells why. An
+    exception of the rank's own comes before what its watchdog finds later."""
+    late = {
+        rank: replace(GONE, ended=f"{IN_A_THREAD}: {WATCHDOG}{text}")
+        for rank, text in enumerate((TIMEOUT, REMOTE, ASSERT))
+    }
+    job = exits(
+        rank_of(0, exception=ABORTED),
+        rank_of(1, exception="ValueError: bad batch"),
+        rank_of(2, exception=ABORTED),
+        seen=late,
+    )
+    assert [job.reaction(rank) for rank in range(3)] == [Reaction.TIMED_OUT, None, None]
+    assert [job.device_error(rank) for rank in range(3)] == [None, None, DeviceError.ASSERT]
 
 
 def test_a_device_error_before_other_failures() -> None:

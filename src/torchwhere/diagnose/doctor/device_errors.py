@@ -28,7 +28,7 @@ class DeviceError(StrEnum):
 
 
 _KINDS = {
-    DeviceError.ASSERT: re.compile(r"device-side assert", re.IGNORECASE),
+    DeviceError.ASSERT: re.compile(r"device-side assert triggered|cudaErrorAssert", re.IGNORECASE),
     DeviceError.ADDRESS: re.compile(
         r"illegal memory access|misaligned address|illegal address|invalid program counter"
         r"|unspecified launch failure|illegal instruction|address space",

@@ -77,7 +77,7 @@ def is_out_of_memory(message: str) -> bool:
 
 def is_unexplained_abort(message: str) -> bool:
     """Whether a thread without Python ended a process, and left no message."""
-    return message.endswith(IN_NATIVE_THREAD)
+    return message.endswith(IN_NATIVE_THREAD) and "\n" not in message
 
 
 def named_ranks(message: str) -> set[int]:

@@ -183,7 +183,7 @@ class Exits(RankExits):
     def crashed_in_collective(self, rank: int) -> bool:
         """Whether a rank crashed in native code inside a collective: it may have received bad
         data."""
-        return rank in self.job_calls.by_rank and not self._is_victim(rank) and self._reacted(rank)
+        return rank in self.job_calls.by_rank and not self._is_victim(rank) and self.reacted(rank)
 
     def first_of_awaited(self, awaited: list[int], no_data: list[int]) -> list[int]:
         """Of exited ranks that others wait for, those that exited by themselves.
@@ -191,7 +191,8 @@ class Exits(RankExits):
         If all of them lost a peer, the ranks without data.
         """
         own = [rank for rank in awaited if not self._is_victim(rank)]
-        return self._with_device_errors(own) or own or no_data or awaited
+        explained = [rank for rank in own if not self._aborted_unexplained(rank)]
+        return self._with_device_errors(own) or explained or own or no_data or awaited
 
     def first(self, no_data: list[int]) -> list[int]:
         """The ranks that exited first, where all ranks had reached one collective.
@@ -200,7 +201,7 @@ class Exits(RankExits):
         rank that crashed or left no exit record.
         """
         failed = self.failed()
-        own = [rank for rank in failed if not self._reacted(rank)]
+        own = [rank for rank in failed if not self.reacted(rank)]
         if own or no_data:
             return (
                 self._with_device_errors(own)
@@ -220,7 +221,9 @@ class Exits(RankExits):
         """Whether ranks failed because they could not connect to a peer."""
         return all(is_failed_connection(self.exit_message(rank)) for rank in failed)
 
-    def _reacted(self, rank: int) -> bool:
+    def reacted(self, rank: int) -> bool:
+        """Whether a rank failed because of another one, or may have: it crashed in a collective, or
+        a native thread ended it without a message."""
         rank_calls = self.job_calls.by_rank[rank]
         is_crash = (
             rank_calls.end is None

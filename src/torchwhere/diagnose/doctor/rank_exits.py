@@ -112,13 +112,19 @@ class RankExits:
         return device_error(self.exit_message(rank))
 
     def exit_message(self, rank: int) -> str:
-        """What a rank recorded about its exit, or what its crash left; empty if nothing."""
+        """What a rank recorded about its exit, or what its crash left; empty if nothing.
+
+        The watchdog of NCCL aborts the communicator before it ends the process: then the rank
+        records only that, and the crash tells why.
+        """
         rank_calls, status = self.job_calls.by_rank[rank], self.status(rank)
         if rank_calls.end is not None:
-            return str(rank_calls.end.fields.get("reason"))
-        if status.alive is True:
-            return ""
-        return last_exception(rank_calls) or status.ended or ""
+            recorded = str(rank_calls.end.fields.get("reason"))
+        else:
+            recorded = (last_exception(rank_calls) or "") if status.alive is not True else ""
+        if status.ended is None or status.alive or (recorded and not is_lost_peer(recorded)):
+            return recorded
+        return f"{recorded}\n{status.ended}".strip()
 
     def unfinished(self, rank: int) -> str | None:
         """An exception that is the last record of a process that is gone: it left no exit

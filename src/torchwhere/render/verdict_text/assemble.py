@@ -120,7 +120,8 @@ def _report(context: Context, finding: Finding, rank: int) -> RankReport:
     last, detail = rank_calls.last, context.detail(rank, blocked=finding.blocked)
     status = context.status(rank)
     # a rank that failed and then crashed while it exited: that stack explains nothing
-    has_exit_stack = rank_calls.end is not None and status.ended is not None
+    has_recorded = rank_calls.end is not None or context.exits.unfinished(rank) is not None
+    has_exit_stack = has_recorded and status.ended is not None
     return RankReport(
         state=context.state(rank, blocked=finding.blocked),
         place=context.place(rank),

@@ -44,6 +44,9 @@ class ExitedBeforeOthers(Cause):
 def find_exited(context: Context) -> Finding | None:
     exits = context.exits
     if exited := _awaited_exits(context):
+        others = [rank for rank in awaited(context.waits) if rank not in exited]
+        if others and all(map(exits.reacted, exited)):
+            return _not_seen_to_exit(context, others)
         return _exited(context, exits.first_of_awaited(exited, context.incomplete), exited)
     if likely := _likely_exited(context):
         return _exited(context, likely, [], certainty=Certainty.INFERRED)
@@ -67,6 +70,25 @@ def _awaited_exits(context: Context) -> list[int]:
         and not exits.outlived_its_watch(rank)
         and not exits.is_doubtful(rank)
     ]
+
+
+def _not_seen_to_exit(context: Context, ranks: list[int]) -> Finding:
+    """The awaited ranks that did not exit in reaction to another rank: they are missing, or they
+    exited without a trace if others lost a peer."""
+    exits = context.exits
+    is_alive = any(context.status(rank).alive for rank in ranks)
+    if not is_alive and any(map(exits.lost_its_peer, exits.failed())):
+        return _exited(context, ranks, [], certainty=Certainty.INFERRED)
+    wait = context.first_wait_for(ranks)
+    assert wait is not None  # they are awaited
+    return Finding(
+        VerdictKind.MISSING,
+        MissingRanks(tuple(ranks), wait),
+        culprits=tuple(ranks),
+        call=CallRef.of(wait),
+        certainty=Certainty.EXACT if is_alive and not wait.no_data else Certainty.INFERRED,
+        stalled_s=context.timing.waited_s(wait),
+    )
 
 
 def _exited(
