@@ -179,7 +179,8 @@ def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
 
 
 def _device_facts(group: dict[str, Any], number: int, size: int | None) -> list[DumpFact]:
-    """The state of a collective of `size` ranks on each device: host stacks do not show it."""
+    """The state of a collective of `size` ranks (None: unknown) on each device: host stacks do not
+    show it."""
     by_state: dict[str, list[int]] = {}
     for reached in group["ranks"]:
         by_state.setdefault(_state(reached, number), []).extend(reached["ranks"])
@@ -187,7 +188,7 @@ def _device_facts(group: dict[str, Any], number: int, size: int | None) -> list[
     facts: list[DumpFact] = [DeviceStates(group["group"], number, states)]
     if {"started", "scheduled"} <= by_state.keys():
         facts.append(DevicesBehind(tuple(sorted(by_state["scheduled"]))))
-    if by_state.keys() == {"started"} and len(by_state["started"]) == size:
+    if by_state.keys() == {"started"} and size in (None, len(by_state["started"])):
         facts.append(AllDevicesInCall())
     return facts
 
