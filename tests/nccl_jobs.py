@@ -269,13 +269,13 @@ def exited() -> None:
 
 @job("mismatch", fails=True)
 def destroy_with_pending_work() -> None:
-    """One rank destroys the group while a collective is pending that the others never issue."""
+    """One rank issues a collective that the others never issue: they destroy the group."""
     x = torch.ones(1 << 12, device="cuda")
     for _ in range(FAULTY_STEP):
         dist.all_reduce(x)
         pause()
     if dist.get_rank() == VICTIM:
-        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(3, device="cuda"))
     dist.destroy_process_group()
 
 

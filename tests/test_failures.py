@@ -14,10 +14,12 @@ from test_exits import GONE, exits, rank_of
 from torchwhere.diagnose.doctor.device_errors import DeviceError, device_error
 from torchwhere.diagnose.doctor.exit_records import is_lost_peer, is_timeout
 from torchwhere.diagnose.doctor.exits import Reaction
+from torchwhere.diagnose.doctor.stacks import Activity, Hold, holding
 from torchwhere.native.load import SWITCH
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.stacks import crash_stack
-from torchwhere.render.verdict_text.rank_details import exit_text
+from torchwhere.processes.status import ProcessStatus
+from torchwhere.render.verdict_text.rank_details import exit_text, hold_text
 
 WATCHDOG = (
     "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with"
@@ -74,7 +76,8 @@ IN_A_THREAD = "Aborted in a native thread"
     ],
 )
 def test_errors_of_devices(message: str, error: DeviceError | None) -> None:
-    """An error of the device is told from errors of the network, of memory and of the program."""
+    """The doctor distinguishes an error of the device from errors of the network, of memory and of
+    the program."""
     assert device_error(message) == error
 
 
@@ -102,8 +105,9 @@ def test_a_device_error_among_reactions() -> None:
 
 
 def test_an_aborted_communicator() -> None:
-    """A rank whose watchdog aborts the communicator records only that; the abort tells why. An
-    exception of the rank's own comes before what its watchdog finds later."""
+    """A rank whose watchdog aborts the communicator records only that; the message of the
+    abort says why. An exception of the rank's own counts more than what its watchdog finds later.
+    """
     late = {
         rank: replace(GONE, ended=f"{IN_A_THREAD}: {WATCHDOG}{text}")
         for rank, text in enumerate((TIMEOUT, REMOTE, ASSERT))
@@ -137,6 +141,19 @@ def test_aborts_without_a_message(gone_s: tuple[float, ...], first: list[int]) -
         for rank, at_s in enumerate(gone_s)
     }
     assert exits(*map(rank_of, range(4)), seen=seen).first([]) == first
+
+
+def test_a_group_that_is_destroyed() -> None:
+    """A rank that hangs in `destroy_process_group` waits for its pending collectives."""
+    stack = (
+        "/lib/python3.12/torch/distributed/distributed_c10d.py:2331 in destroy_process_group",
+        "/job/train.py:40 in main",
+    )
+    hold = holding(rank_of(2), ProcessStatus(alive=True, state="S", stack=stack))
+    assert hold == Hold(Activity.GROUP_END, "destroy_process_group")
+    assert hold_text(hold) == (
+        "in destroy_process_group, which waits for pending collectives of this rank"
+    )
 
 
 # -- the fault file --------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_dump_is_missing(runs: Path) -> None:
 
 
 def test_an_abort_without_a_message(runs: Path) -> None:
-    """A rank that a native thread ended first, without a word, is the likely cause."""
+    """A rank that a native thread ended first, without a message, is the likely cause."""
     verdict = verdict_of(runs / "illegal_address_unexplained")
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("dead", (VICTIM,), "inferred")
     assert verdict.explanation[0] == "Rank 2 exited: Aborted in a native thread."

@@ -115,7 +115,7 @@ class RankExits:
         """What a rank recorded about its exit, or what its crash left; empty if nothing.
 
         The watchdog of NCCL aborts the communicator before it ends the process: then the rank
-        records only that, and the crash tells why.
+        records only that, and the message of the crash says why.
         """
         rank_calls, status = self.job_calls.by_rank[rank], self.status(rank)
         if rank_calls.end is not None:

@@ -27,6 +27,7 @@ _LOOK_AT = {
     DeviceError.OTHER: f"{_OF_DEVICE}, {_OF_KERNEL}",
 }
 _OF_CODE = frozenset({DeviceError.ASSERT, DeviceError.ADDRESS, DeviceError.OTHER})
+_LATER = " The CPU may learn of it later than at the failing line."
 _REACTIONS = {
     Reaction.TIMED_OUT: "a collective timed out",
     Reaction.LOST_PEER: "the connection to another rank was lost",
@@ -45,7 +46,7 @@ def device_errors_text(context: Context, ranks: Sequence[int]) -> list[str]:
         state = rank_calls.rank_summary.device
         if state is not None and state.place is not None:
             lines.append(f"  rank {rank}, device: last reached {place_text(state.place)}")
-        late = " The CPU may learn of it later than at the failing line." * (error in _OF_CODE)
+        late = _LATER if error in _OF_CODE else ""
         look_at = _LOOK_AT[error].format(rank=f"rank {rank}")
         lines.append(f"Likely cause: {_CAUSES[error]}.{late} Look at: {look_at}.")
     return lines
