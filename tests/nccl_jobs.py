@@ -1,7 +1,8 @@
 """Jobs of four NCCL ranks on one GPU, each with one fault on rank 2.
 
-`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz` and `nccl_dumps.txz` hold what they
-recorded on an H200 (torch 2.11, NCCL 2.28), for machines without a GPU.
+`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz`, `nccl_dumps.txz` and
+`nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL 2.28), for machines without
+a GPU.
 
 NCCL refuses two ranks on one GPU of one host. It tells hosts apart by `NCCL_HOSTID`.
 """
@@ -27,6 +28,7 @@ FAULTY_STEP = 6
 CYCLES_PER_S = 1.8e9
 ENDLESS = int(25 * CYCLES_PER_S)
 SIZE = 256
+FAILS_AFTER_S = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +38,21 @@ class Expected:
     kind: str
     culprits: tuple[int, ...] = (VICTIM,)
     on_device: bool = False
+    fails: bool = False  # the processes end by themselves; collectives have a short timeout
 
 
 JOBS: dict[str, tuple[Callable[[], None], Expected]] = {}
 
 
 def job(
-    kind: str, *, culprits: tuple[int, ...] = (VICTIM,), on_device: bool = False
+    kind: str,
+    *,
+    culprits: tuple[int, ...] = (VICTIM,),
+    on_device: bool = False,
+    fails: bool = False,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def register(function: Callable[[], None]) -> Callable[[], None]:
-        JOBS[function.__name__] = function, Expected(kind, culprits, on_device)
+        JOBS[function.__name__] = function, Expected(kind, culprits, on_device, fails)
         return function
 
     return register
@@ -269,6 +276,68 @@ def skipped() -> None:
         pause()
 
 
+# -- failures: the processes end by themselves -----------------------------------------------------
+
+
+def read_beyond_the_end() -> None:
+    """Index a tensor out of its bounds: a device-side assert."""
+    rows = torch.zeros(4, SIZE, device="cuda")
+    rows[torch.full((1,), 9, device="cuda")]
+
+
+def write_to_a_wrong_address() -> None:
+    storage = torch._C._construct_storage_from_data_pointer(64, torch.device("cuda", 0), 4096)
+    torch.empty(0, device="cuda").set_(storage, 0, (1024,), (1,)).fill_(1)
+
+
+def reject_batch() -> None:
+    raise ValueError("bad batch")
+
+
+@job("dead", fails=True)
+def device_assert() -> None:
+    train(ddp(), once(read_beyond_the_end))
+
+
+@job("dead", fails=True)
+def illegal_address() -> None:
+    train(ddp(), once(write_to_a_wrong_address))
+
+
+@job("missing", fails=True)
+def timeout_cpu() -> None:
+    """A CPU that sleeps longer than the timeout of the collectives."""
+    train(ddp(), once(lambda: time.sleep(600)))
+
+
+@job("missing", on_device=True, fails=True)
+def timeout_device() -> None:
+    """A kernel that takes longer than the timeout of the collectives."""
+    train(ddp(), once(lambda: torch.cuda._sleep(ENDLESS)))
+
+
+@job("dead", fails=True)
+def raised() -> None:
+    train(ddp(), once(reject_batch))
+
+
+@job("dead", fails=True)
+def exited() -> None:
+    train(ddp(), once(lambda: os._exit(1)))
+
+
+@job("mismatch", fails=True)
+def destroy_with_pending_work() -> None:
+    """One rank issues a collective that the others never issue: they destroy the group."""
+    x = torch.ones(1 << 12, device="cuda")
+    for _ in range(FAULTY_STEP):
+        dist.all_reduce(x)
+        pause()
+    if dist.get_rank() == VICTIM:
+        dist.all_reduce(torch.ones(3, device="cuda"))
+    dist.destroy_process_group()
+
+
 # -- one rank --------------------------------------------------------------------------------------
 
 
@@ -280,7 +349,8 @@ def main(name: str, folder: str, seconds: float) -> None:
 
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=300))
+    timeout = timedelta(seconds=FAILS_AFTER_S if JOBS[name][1].fails else 300)
+    dist.init_process_group("nccl", device_id=device, timeout=timeout)
     threading.Thread(target=_exit_after, args=(seconds,), daemon=True).start()
     torchwhere.start(out=Path(folder))
     JOBS[name][0]()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +65,9 @@ def running(name: str, folder: Path) -> Iterator[Path]:
     """A job, and the folder of its run."""
     run = folder / "run"
     arguments = ["--standalone", "--nproc-per-node", "4", str(HERE / "nccl_jobs.py")]
-    with mps(folder) as environment, (folder / "log.txt").open("w") as log:
+    # an error of one device would end the other clients of the daemon too
+    shared = nullcontext({}) if JOBS[name][1].fails else mps(folder)
+    with shared as environment, (folder / "log.txt").open("w") as log:
         job = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *arguments, name, run, str(RUNS_S)],
             env=os.environ | environment | {"TORCHWHERE_NATIVE": "1"},
@@ -94,6 +96,25 @@ def verdict_of(run: Path, kind: str) -> Verdict:
             break
     assert verdict is not None
     return verdict
+
+
+@pytest.mark.parametrize("options", [(), ("--no-env",)])
+def test_variables(options: tuple[str, ...], tmp_path: Path) -> None:
+    """`torchwhere run` sets the variables of NCCL and prints one line, unless `--no-env` is
+    given."""
+    (tmp_path / "train.py").write_text("import os; print(os.environ.get('TORCH_FR_BUFFER_SIZE'))")
+    inherited = {name: value for name, value in os.environ.items() if "TORCH_" not in name}
+    done = subprocess.run(
+        [sys.executable, "-m", "torchwhere", "run", "--no-monitor", *options, "train.py"],
+        cwd=tmp_path,
+        env=inherited,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout == ("None\n" if options else "2000\n")
+    assert done.stderr.count("TORCH_NCCL_ENABLE_TIMING=1") == (0 if options else 1)
 
 
 @pytest.mark.parametrize("name", JOBS)

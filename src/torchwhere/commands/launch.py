@@ -19,6 +19,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from torchwhere.commands.arguments import print_message
 from torchwhere.core.errors import TorchwhereError, failure
 from torchwhere.processes import launcher
 
@@ -32,17 +33,21 @@ def begin(
     module_events: bool,
     records: int,
     monitor: Sequence[str] | None = None,
+    sets_variables: bool = True,
 ) -> Callable[[], None]:
     """Start the watch and return a function that runs `script`.
 
     `script` is a path, or with `is_module` the name of a module. `monitor` holds the options of the
-    monitor, which the first rank of each host starts; None starts no monitor.
+    monitor, which the first rank of each host starts; None starts no monitor. `sets_variables` says
+    whether the environment variables of NCCL are set.
     """
     _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
     _check(script, is_module=is_module)
     from torchwhere import start  # imports torch, or raises if torch is missing
     from torchwhere.native.first_run import prepare
 
+    if sets_variables:
+        _set_nccl_variables(out)
     is_first = launcher.launch().is_first_of_host
     prepare(is_first_of_host=is_first)
     sys.argv = [script, *arguments]
@@ -52,6 +57,17 @@ def begin(
         _start_monitor(out, monitor)
     execute = _run_module if is_module else _run_path
     return lambda: _watched(execute, script)
+
+
+def _set_nccl_variables(out: str) -> None:
+    from torchwhere.recorder.nccl_variables import set_nccl_variables
+
+    variables = set_nccl_variables(out)
+    if variables and not launcher.launch().rank:
+        values = " ".join(f"{name}={value}" for name, value in variables.items())
+        print_message(
+            f"set {values}, so that the doctor sees what each GPU has reached; --no-env sets none"
+        )
 
 
 def _start_monitor(out: str, options: Sequence[str]) -> None:

@@ -35,6 +35,12 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--no-monitor", action="store_true", help="do not start the monitor process of this host"
     )
+    sub.add_argument(
+        "--no-env",
+        action="store_true",
+        help="leave the environment variables of NCCL alone (default: on a machine with a GPU, set"
+        " those that the doctor needs and that are not set)",
+    )
     add_options(sub)
     sub.add_argument(
         "-m",
@@ -68,6 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
             module_events=arguments.module_events,
             records=arguments.records,
             monitor=None if arguments.no_monitor else _monitor_options(arguments),
+            sets_variables=not arguments.no_env,
         )
     except TorchwhereError as error:
         print_message(error)

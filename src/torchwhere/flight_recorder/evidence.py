@@ -165,7 +165,9 @@ def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
     of_verdict = [group for group in groups if group["group"] == collective.get("group")]
     facts: list[DumpFact] = []
     if of_verdict and isinstance(number, int):
-        facts = _device_facts(of_verdict[0], number)
+        members = collective.get("group_ranks")
+        size = len(members) if isinstance(members, list) else members
+        facts = _device_facts(of_verdict[0], number, size)
     # Without the notes on what dumps lack: the boxes have that.
     caveats = [str(DumpCaveat(caveat)) for caveat in BoxRun.caveats(dumps)[:4]]
     return replace(
@@ -176,8 +178,9 @@ def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
     )
 
 
-def _device_facts(group: dict[str, Any], number: int) -> list[DumpFact]:
-    """The state of a collective on each device: host stacks do not show it."""
+def _device_facts(group: dict[str, Any], number: int, size: int | None) -> list[DumpFact]:
+    """The state of a collective of `size` ranks (None: unknown) on each device: host stacks do not
+    show it."""
     by_state: dict[str, list[int]] = {}
     for reached in group["ranks"]:
         by_state.setdefault(_state(reached, number), []).extend(reached["ranks"])
@@ -185,7 +188,7 @@ def _device_facts(group: dict[str, Any], number: int) -> list[DumpFact]:
     facts: list[DumpFact] = [DeviceStates(group["group"], number, states)]
     if {"started", "scheduled"} <= by_state.keys():
         facts.append(DevicesBehind(tuple(sorted(by_state["scheduled"]))))
-    if by_state.keys() == {"started"}:
+    if by_state.keys() == {"started"} and size in (None, len(by_state["started"])):
         facts.append(AllDevicesInCall())
     return facts
 

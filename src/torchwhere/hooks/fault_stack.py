@@ -5,6 +5,9 @@ Python's fault handler writes them in C, without the GIL. So it works while the 
 GIL, waits or loops. The watch registers the fault handler for an unused signal, whose number is in
 the box. It leaves a fault handler alone that the program enables, before or during the watch. The
 end of the watch removes everything and deletes an empty file.
+
+A C++ exception that a native thread does not catch also ends the process, for example a timeout in
+the watchdog of NCCL. The native extension then writes its message first.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import sys
 from io import FileIO
 from pathlib import Path
 
+from torchwhere.native.load import NativeExtension
+
 # above the first real-time signal: glibc uses the lowest ones, and some libraries use the next
 _FIRST_TRIED = 8
 
@@ -23,8 +28,9 @@ _FIRST_TRIED = 8
 class Faults:
     """The fault file of one process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, native: NativeExtension | None = None) -> None:
         self._path = path
+        self._native = native
         self._file: FileIO | None = None
         self._is_enabler = False
         self._references = 0  # to the file, without those of the fault handler
@@ -33,6 +39,8 @@ class Faults:
     def install(self) -> None:
         self._file = FileIO(self._path, "wb")
         self._references = sys.getrefcount(self._file)
+        if self._native is not None:
+            self._native.terminate_begin(self._file.fileno())
         if not faulthandler.is_enabled():
             faulthandler.enable(self._file, all_threads=True)
             self._is_enabler = True
@@ -59,6 +67,8 @@ class Faults:
             faulthandler.disable()
         self._is_enabler = False
         if self._file is not None:
+            if self._native is not None:
+                self._native.terminate_end()
             self._file.close()
             self._file = None
 

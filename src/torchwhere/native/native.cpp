@@ -7,6 +7,7 @@
 #include "modules.h"
 #include "fast_path.h"
 #include "reductions.h"
+#include "terminate.h"
 #include "thread_track.h"
 
 namespace {
@@ -29,6 +30,8 @@ PyMethodDef functions[] = {
     {"device_done", torchwhere::device_done, METH_NOARGS, nullptr},
     {"device_step", torchwhere::method(torchwhere::device_step), METH_FASTCALL, nullptr},
     {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},
+    {"terminate_begin", torchwhere::terminate_begin, METH_O, nullptr},
+    {"terminate_end", torchwhere::terminate_end, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {

@@ -121,7 +121,10 @@ class _Observer:
         )
 
     def far(self, box: BoxOrSummary) -> ProcessStatus:
-        """Status of a process on another host: only its stall file is known."""
+        """Status of a process on another host: only its fault and stall files are known."""
+        ended, crashed_at = crash_stack(self._side_file(box, fault_file))
+        if ended is not None:
+            return ProcessStatus(ended=ended, stack=crashed_at)
         stack, stack_ns = self._stall(box)
         return ProcessStatus(stack=stack, stack_ns=stack_ns) if stack else _UNSEEN
 

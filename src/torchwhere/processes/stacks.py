@@ -20,6 +20,12 @@ from torchwhere.processes.py_spy import PythonFrame
 
 Stack = tuple[str, ...]  # `file:line in function`, innermost first
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_CRASH = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
+# The native extension writes it (`terminate.h`), just before the fault handler writes the stacks.
+_UNCAUGHT = re.compile(
+    r"^Uncaught C\+\+ exception: (.*?)(?=^Fatal Python error: |\Z)", re.MULTILINE | re.DOTALL
+)
+IN_NATIVE_THREAD = "in a native thread"  # how a process crashed
 _MAX_FRAMES = 64
 _LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # run the script, outside of it
 _OWN = "/torchwhere/hooks/"  # inside the script
@@ -44,14 +50,18 @@ def request_stacks(
 
 
 def crash_stack(text: str) -> tuple[str | None, Stack]:
-    """How a process crashed, from its fault file, and the stack of the thread that crashed."""
-    crash = re.search(r"^Fatal Python error: (.*)$", text, re.MULTILINE)
-    if crash is None:
+    """How a process crashed, from its fault file, and the stack of the thread that crashed; of
+    the main thread, if a thread without Python crashed."""
+    crash, uncaught = _CRASH.search(text), _UNCAUGHT.search(text)
+    if crash is None and uncaught is None:
         return None, ()
-    current = re.search(
-        r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", text[crash.end() :], re.MULTILINE
-    )
-    return crash[1], without_own_frames(_frames(current[1])) if current is not None else ()
+    reason = crash[1] if crash is not None else "Aborted"
+    threads = text[crash.end() :] if crash is not None else ""
+    current = re.search(r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", threads, re.MULTILINE)
+    stack = without_own_frames(_frames(current[1])) if current is not None else ()
+    if not stack:
+        reason, stack = f"{reason} {IN_NATIVE_THREAD}", _main_thread(threads)
+    return f"{reason}: {uncaught[1].strip()}" if uncaught is not None else reason, stack
 
 
 def stall_stack(text: str, *, last_ns: int) -> tuple[Stack, int | None]:

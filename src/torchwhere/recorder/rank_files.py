@@ -27,7 +27,9 @@ class RankFiles:
     def __init__(self, out: Path | None, *, meta: dict[str, Any], records: int) -> None:
         self.box = _open_box(out, meta, records)
         path = self.box.path
-        self._faults = Faults(fault_file(path)) if path is not None else None
+        self._faults = (
+            Faults(fault_file(path), native=self.box.native) if path is not None else None
+        )
         self._stall_file = StallStackFile(stall_file(path)) if path is not None else None
 
     def parts(self) -> list[InstallablePart]:

@@ -15,6 +15,7 @@ from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.waits import waiting_for, waits
+from torchwhere.processes.stacks import IN_NATIVE_THREAD
 
 _NEARBY = 64  # records before a call in which an exception may be its cause
 WATCH_ENDED = "stop"  # end reason of a watch whose process continues
@@ -23,14 +24,16 @@ _TERMINATED = re.compile(
     r"(?:exit|exception: SystemExit:) (?:143|-15)|exception: .*(?:\bSIGTERM|\bsignal:? 15\b).*",
     re.IGNORECASE | re.DOTALL,
 )
-# Messages of gloo, NCCL and the store when the process of a peer is gone. Timeouts have others.
+# Messages of gloo, NCCL and the store when the process of a peer is gone, or has aborted the
+# communicator. Timeouts have others.
 _CANNOT_CONNECT = (
     "connectFullMesh failed|connection refused|timed out connecting|client socket has timed out"
 )
 _CONNECTING = re.compile(_CANNOT_CONNECT, re.IGNORECASE)
 _PEER_LOST = re.compile(
-    r"closed by peer|connection reset|connection closed|broken pipe|remote process"
-    rf" exited|{_CANNOT_CONNECT}",
+    r"closed by peer|connection reset|connection closed|connection was likely closed|broken"
+    r" pipe|remote process exited|communicator (?:was|has been) aborted|ncclRemoteError"
+    rf"|{_CANNOT_CONNECT}",
     re.IGNORECASE,
 )
 # Messages of a collective that timed out.
@@ -70,6 +73,11 @@ def is_failed_connection(message: str) -> bool:
 
 def is_out_of_memory(message: str) -> bool:
     return _OUT_OF_MEMORY.search(message.partition("\n")[0]) is not None
+
+
+def is_unexplained_abort(message: str) -> bool:
+    """Whether a thread without Python ended a process, and left no message."""
+    return message.endswith(IN_NATIVE_THREAD) and "\n" not in message
 
 
 def named_ranks(message: str) -> set[int]:

@@ -11,17 +11,29 @@ later, was first.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 from torchwhere.diagnose.doctor.exit_records import (
     is_failed_connection,
+    is_unexplained_abort,
     named_ranks,
     was_terminated,
 )
 from torchwhere.diagnose.doctor.rank_exits import SAME_EXIT_NS, RankExits
 
 _NEVER = 1 << 63
+
+
+class Reaction(StrEnum):
+    """Why a rank exited because of another one."""
+
+    TIMED_OUT = "timed out"
+    LOST_PEER = "lost peer"
+    RAISED_AGAIN = "raised again"
+    TERMINATED = "terminated"
 
 
 @dataclass(frozen=True)
@@ -138,14 +150,29 @@ class Exits(RankExits):
         """Whether a rank only noticed that the others were killed, and was killed with them."""
         return self.were_killed_together and self.has_failed(rank)
 
+    def reaction(self, rank: int) -> Reaction | None:
+        """Why a rank exited, if the cause was another rank."""
+        if self.device_error(rank) is not None:
+            return None
+        if self.timed_out(rank):
+            return Reaction.TIMED_OUT
+        if self.lost_its_peer(rank):
+            return Reaction.LOST_PEER
+        if self._raised_again(rank):
+            return Reaction.RAISED_AGAIN
+        return Reaction.TERMINATED if was_terminated(self.job_calls.by_rank[rank]) else None
+
+    def reactions(self, *, besides: Collection[int] = ()) -> dict[Reaction, list[int]]:
+        """The ranks that failed because of another one, by reaction."""
+        by_reaction: dict[Reaction, list[int]] = {}
+        for rank in self.failed():
+            reaction = self.reaction(rank) if rank not in besides else None
+            if reaction is not None:
+                by_reaction.setdefault(reaction, []).append(rank)
+        return by_reaction
+
     def _is_victim(self, rank: int) -> bool:
-        rank_calls = self.job_calls.by_rank[rank]
-        return (
-            self.lost_its_peer(rank)
-            or self.timed_out(rank)
-            or self._raised_again(rank)
-            or was_terminated(rank_calls)
-        )
+        return self.reaction(rank) is not None
 
     def _raised_again(self, rank: int) -> bool:
         """Whether a rank raised again what other ranks raised first: the message names ranks,
@@ -156,7 +183,7 @@ class Exits(RankExits):
     def crashed_in_collective(self, rank: int) -> bool:
         """Whether a rank crashed in native code inside a collective: it may have received bad
         data."""
-        return rank in self.job_calls.by_rank and not self._is_victim(rank) and self._reacted(rank)
+        return rank in self.job_calls.by_rank and not self._is_victim(rank) and self.reacted(rank)
 
     def first_of_awaited(self, awaited: list[int], no_data: list[int]) -> list[int]:
         """Of exited ranks that others wait for, those that exited by themselves.
@@ -164,7 +191,8 @@ class Exits(RankExits):
         If all of them lost a peer, the ranks without data.
         """
         own = [rank for rank in awaited if not self._is_victim(rank)]
-        return own or no_data or awaited
+        explained = [rank for rank in own if not self._aborted_unexplained(rank)]
+        return self._with_device_errors(own) or explained or own or no_data or awaited
 
     def first(self, no_data: list[int]) -> list[int]:
         """The ranks that exited first, where all ranks had reached one collective.
@@ -173,12 +201,18 @@ class Exits(RankExits):
         rank that crashed or left no exit record.
         """
         failed = self.failed()
-        own = [rank for rank in failed if not self._reacted(rank)]
+        own = [rank for rank in failed if not self.reacted(rank)]
         if own or no_data:
             return (
-                own or self._silent_since_failure(no_data) or self._without_exit_record() or no_data
+                self._with_device_errors(own)
+                or own
+                or self._silent_since_failure(no_data)
+                or self._without_exit_record()
+                or no_data
             )
         crashed = [rank for rank in failed if not self._is_victim(rank)]
+        if all(map(self._aborted_unexplained, crashed)):
+            crashed = self._aborted_first(crashed)
         # A rank that could not connect exited before there was a group: ranks without an exit
         # record may have been ended because of it.
         return crashed or ([] if self.could_not_connect(failed) else self._without_exit_record())
@@ -187,14 +221,37 @@ class Exits(RankExits):
         """Whether ranks failed because they could not connect to a peer."""
         return all(is_failed_connection(self.exit_message(rank)) for rank in failed)
 
-    def _reacted(self, rank: int) -> bool:
+    def reacted(self, rank: int) -> bool:
+        """Whether a rank failed because of another one, or may have: it crashed in a collective, or
+        a native thread ended it without a message."""
         rank_calls = self.job_calls.by_rank[rank]
         is_crash = (
             rank_calls.end is None
             and self.unfinished(rank) is None
             and self.status(rank).out_of_memory is None
+            and self.device_error(rank) is None
         )
-        return self._is_victim(rank) or (is_crash and rank_calls.in_collective_since_ns is not None)
+        may_react = rank_calls.in_collective_since_ns is not None or self._aborted_unexplained(rank)
+        return self._is_victim(rank) or (is_crash and may_react)
+
+    def _with_device_errors(self, ranks: list[int]) -> list[int]:
+        return [rank for rank in ranks if self.device_error(rank) is not None]
+
+    def _aborted_unexplained(self, rank: int) -> bool:
+        """Whether a native thread ended a rank, and left no message.
+
+        The watchdog of NCCL does so after an error of the rank's own device, and also after a
+        timeout.
+        """
+        return is_unexplained_abort(self.exit_message(rank))
+
+    def _aborted_first(self, aborted: list[int]) -> list[int]:
+        """The rank that aborted clearly before the others; none if there is no such rank."""
+        gone_ns = sorted((self.status(rank).gone_ns or 0, rank) for rank in aborted)
+        if len(gone_ns) < 2:
+            return aborted
+        (first_ns, first), (second_ns, _) = gone_ns[:2]
+        return [first] if first_ns and second_ns - first_ns > SAME_EXIT_NS else []
 
     def _silent_since_failure(self, ranks: list[int]) -> list[int]:
         """The ranks that gave no sign of life after a rank had failed."""

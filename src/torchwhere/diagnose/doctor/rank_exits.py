@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torchwhere.core.errors import FAILED
 from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.doctor.device_errors import DeviceError, device_error
 from torchwhere.diagnose.doctor.exit_records import (
     WATCH_ENDED,
     ended_well,
@@ -106,11 +107,24 @@ class RankExits:
         """Whether a rank failed because a collective timed out: it waited for another rank."""
         return is_timeout(self.exit_message(rank))
 
+    def device_error(self, rank: int) -> DeviceError | None:
+        """What failed on the device of a rank, if that ended the rank."""
+        return device_error(self.exit_message(rank))
+
     def exit_message(self, rank: int) -> str:
-        rank_calls = self.job_calls.by_rank[rank]
+        """What a rank recorded about its exit, or what its crash left; empty if nothing.
+
+        The watchdog of NCCL aborts the communicator before it ends the process: then the rank
+        records only that, and the message of the crash says why.
+        """
+        rank_calls, status = self.job_calls.by_rank[rank], self.status(rank)
         if rank_calls.end is not None:
-            return str(rank_calls.end.fields.get("reason"))
-        return (last_exception(rank_calls) or "") if self.status(rank).alive is not True else ""
+            recorded = str(rank_calls.end.fields.get("reason"))
+        else:
+            recorded = (last_exception(rank_calls) or "") if status.alive is not True else ""
+        if status.ended is None or status.alive or (recorded and not is_lost_peer(recorded)):
+            return recorded
+        return f"{recorded}\n{status.ended}".strip()
 
     def unfinished(self, rank: int) -> str | None:
         """An exception that is the last record of a process that is gone: it left no exit

@@ -42,6 +42,7 @@ _MAKES_GROUPS = frozenset(
         "new_subgroups_by_enumeration",
     }
 )
+_ENDS_GROUPS = "destroy_process_group"
 # waits until a file is deleted, even if the process that wrote it has exited
 _BATON = "/torch/utils/file_baton.py"
 
@@ -63,6 +64,7 @@ class Activity(StrEnum):
     THREAD = "thread"
     SOCKET = "socket"
     GROUP_CREATION = "group creation"
+    GROUP_END = "group end"
     COLLECTIVE = "collective"
     DISTRIBUTED = "distributed"  # in torch.distributed, outside any recorded collective
     RUNNING = "running"
@@ -225,6 +227,8 @@ def _in_distributed(rank_calls: RankCalls, status: ProcessStatus) -> Hold | None
     ]
     if group_creation:
         return Hold(Activity.GROUP_CREATION, group_creation[-1])
+    if any(frame.function == _ENDS_GROUPS and _DISTRIBUTED in frame.where for frame in own):
+        return Hold(Activity.GROUP_END, _ENDS_GROUPS)
     call = rank_calls.last_collective if rank_calls.in_collective_since_ns is not None else None
     is_gloo = call is not None and call.fields.get("backend") == "gloo"
     if call is not None and ((is_gloo and is_in_collective(call, status)) or _is_inside(call, own)):

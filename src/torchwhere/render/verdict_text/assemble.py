@@ -26,6 +26,7 @@ from torchwhere.diagnose.doctor.rules.exited import (
     TimedOutTogether,
     UnknownFirstExit,
 )
+from torchwhere.diagnose.doctor.rules.extra_call import ExtraCall
 from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
 from torchwhere.diagnose.doctor.rules.lost_data import LostData
 from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls
@@ -55,6 +56,8 @@ from torchwhere.render.verdict_text import (
     device,
     dumps,
     exits,
+    extra_call,
+    failures,
     group_creation,
     mismatch,
     missing,
@@ -79,9 +82,10 @@ def verdict_of(diagnosis: Diagnosis) -> Verdict:
         stalled_s=finding.stalled_s,
         explanation=(
             *explain(finding.cause, context),
+            *_reactions_text(finding, context),
             *_external_end_text(context, finding.kind),
         ),
-        facts=_facts(finding),
+        facts=_facts(finding, context),
     )
 
 
@@ -95,6 +99,11 @@ def _ended_unfinished_text(cause: EndedUnfinished, context: Context) -> list[str
     return exits.ended_text(context) + until_then + exits.gone_first_text(cause)
 
 
+def _reactions_text(finding: Finding, context: Context) -> list[str]:
+    """The ranks that failed only because of the culprits, if there are culprits."""
+    return failures.reactions_text(context, finding.culprits) if finding.culprits else []
+
+
 def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
     """That the job was ended from outside after the fault."""
     if not context.exits.ended_externally or kind is VerdictKind.HEALTHY:
@@ -104,24 +113,31 @@ def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
     return ["Then SIGTERM ended the job."] if kind is not VerdictKind.DEAD else []
 
 
-def _facts(finding: Finding) -> dict[str, Any]:
+def _facts(finding: Finding, context: Context) -> dict[str, Any]:
     """The facts for JSON, with those that are texts."""
+    facts = finding.facts
+    if finding.culprits and (reactions := context.exits.reactions(besides=finding.culprits)):
+        facts = facts | {"failed_because_of_it": reactions}
     if isinstance(finding.cause, DifferentCalls):
-        return finding.facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
+        return facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
     if isinstance(finding.cause, LateRanks):
-        return finding.facts | straggler.late_ranks_facts(finding.cause)
-    return finding.facts
+        return facts | straggler.late_ranks_facts(finding.cause)
+    return facts
 
 
 def _report(context: Context, finding: Finding, rank: int) -> RankReport:
     rank_calls = context.job_calls.by_rank[rank]
     last, detail = rank_calls.last, context.detail(rank, blocked=finding.blocked)
+    status = context.status(rank)
+    # a rank that failed and then crashed while it exited: that stack explains nothing
+    has_recorded = rank_calls.end is not None or context.exits.unfinished(rank) is not None
+    has_exit_stack = has_recorded and status.ended is not None
     return RankReport(
         state=context.state(rank, blocked=finding.blocked),
         place=context.place(rank),
         last=shown_fields(rank_calls.fields(*last)) if last is not None else None,
         detail=detail_text(detail) if detail is not None else None,
-        stack=context.status(rank).stack,
+        stack=() if has_exit_stack else status.stack,
         device=context.device_place(rank),
     )
 
@@ -155,6 +171,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     BlockedDevices: device.blocked_devices_text,
     DevicesBlockedTogether: device.blocked_together_text,
     DeviceDeadlock: device.device_deadlock_text,
+    ExtraCall: extra_call.extra_call_text,
     ExitedRanks: exits.exited_ranks_text,
     UnknownFirstExit: exits.unknown_first_exit_text,
     TimedOutTogether: no_fault.timed_out_together_text,

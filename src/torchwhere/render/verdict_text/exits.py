@@ -16,6 +16,7 @@ from torchwhere.diagnose.doctor.rules.exited import (
 from torchwhere.diagnose.doctor.rules.no_fault import EndedUnfinished
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait
+from torchwhere.render.verdict_text.failures import device_errors_text
 from torchwhere.render.verdict_text.missing import waiting_text
 from torchwhere.render.verdict_text.phrases import (
     first_line,
@@ -35,7 +36,7 @@ _MOST_KINDS = 4  # of exits
 
 
 def exited_ranks_text(cause: ExitedRanks, context: Context) -> list[str]:
-    lines = _exits_text(context, cause.ranks)
+    lines = _exits_text(context, cause.ranks) + device_errors_text(context, cause.ranks)
     if cause.wait is not None:
         lines += _awaited_text(context, cause.ranks, cause.wait)
     return lines + _killed_together_text(context, cause.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from torchwhere.diagnose.doctor.context import Condition, Context, Detail, StoppedHeartbeat
@@ -11,6 +12,10 @@ from torchwhere.diagnose.doctor.stacks import Activity, Hold
 NO_EXIT_RECORD = (
     "left no exit record: killed by a signal (perhaps the OOM killer), os._exit(), or a native"
     " crash"
+)
+_WATCHDOG = re.compile(
+    r"^Aborted in a native thread: \[PG ID [^]]*\] Process group watchdog thread terminated with"
+    r" exception: (?:\[Rank \d+\] )?"
 )
 _CONDITIONS = {
     Condition.OUTLIVED_WATCH: (
@@ -40,6 +45,7 @@ _ACTIVITIES = {
     Activity.THREAD: "waiting for a lock or a thread",
     Activity.SOCKET: "waiting for a socket",
     Activity.GROUP_CREATION: "in {function}, which needs all ranks of the group",
+    Activity.GROUP_END: "in {function}, which waits for pending collectives of this rank",
     Activity.COLLECTIVE: "waiting in {function}",
     Activity.DISTRIBUTED: "in torch.distributed, outside any recorded collective",
     Activity.RUNNING: (
@@ -71,7 +77,8 @@ def hold_text(hold: Hold) -> str:
 def exit_text(reason: ExitReason) -> str:
     """How a rank exited."""
     if reason.recorded is not None:
-        return f"out of memory: {reason.recorded}" if reason.is_out_of_memory else reason.recorded
+        recorded = _WATCHDOG.sub("aborted by the watchdog of NCCL: ", reason.recorded)
+        return f"out of memory: {recorded}" if reason.is_out_of_memory else recorded
     code = reason.exit_code
     if code is None:
         return NO_EXIT_RECORD

@@ -17,6 +17,7 @@ from torchwhere.diagnose.doctor.rules.exited import (
     find_first_exit,
     find_unexplained_failure,
 )
+from torchwhere.diagnose.doctor.rules.extra_call import find_extra_call
 from torchwhere.diagnose.doctor.rules.group_creation import find_blocked_group_creation
 from torchwhere.diagnose.doctor.rules.lost_data import find_lost_data
 from torchwhere.diagnose.doctor.rules.mismatch import find_mismatch
@@ -32,6 +33,7 @@ RULES: tuple[Callable[[Context], Finding | None], ...] = (
     find_wrong_peer,
     find_blocked_group_creation,
     find_device_hang,
+    find_extra_call,
     find_exited,
     find_missing,
     find_deadlock,

@@ -44,6 +44,9 @@ class ExitedBeforeOthers(Cause):
 def find_exited(context: Context) -> Finding | None:
     exits = context.exits
     if exited := _awaited_exits(context):
+        others = [rank for rank in awaited(context.waits) if rank not in exited]
+        if others and all(map(exits.reacted, exited)):
+            return _not_seen_to_exit(context, others)
         return _exited(context, exits.first_of_awaited(exited, context.incomplete), exited)
     if likely := _likely_exited(context):
         return _exited(context, likely, [], certainty=Certainty.INFERRED)
@@ -69,6 +72,25 @@ def _awaited_exits(context: Context) -> list[int]:
     ]
 
 
+def _not_seen_to_exit(context: Context, ranks: list[int]) -> Finding:
+    """The awaited ranks that did not exit in reaction to another rank: they are missing, or they
+    exited without a trace if others lost a peer."""
+    exits = context.exits
+    is_alive = any(context.status(rank).alive for rank in ranks)
+    if not is_alive and any(map(exits.lost_its_peer, exits.failed())):
+        return _exited(context, ranks, [], certainty=Certainty.INFERRED)
+    wait = context.first_wait_for(ranks)
+    assert wait is not None  # they are awaited
+    return Finding(
+        VerdictKind.MISSING,
+        MissingRanks(tuple(ranks), wait),
+        culprits=tuple(ranks),
+        call=CallRef.of(wait),
+        certainty=Certainty.EXACT if is_alive and not wait.no_data else Certainty.INFERRED,
+        stalled_s=context.timing.waited_s(wait),
+    )
+
+
 def _exited(
     context: Context,
     ranks: list[int],
@@ -88,7 +110,18 @@ def _exited(
         culprits=tuple(ranks),
         call=CallRef.of(wait) if wait is not None else None,
         certainty=certainty if is_sure else Certainty.INFERRED,
+        facts=_device_errors(context, ranks),
     )
+
+
+def _device_errors(context: Context, ranks: list[int]) -> dict[str, object]:
+    errors = {
+        rank: str(error)
+        for rank in ranks
+        if rank in context.job_calls.by_rank
+        and (error := context.exits.device_error(rank)) is not None
+    }
+    return {"device_errors": errors} if errors else {}
 
 
 def _likely_exited(context: Context) -> list[int]:

@@ -1,0 +1,47 @@
+"""Recognizes errors of a device in the message of an exception or of an abort.
+
+A rank with such an error failed by itself: its kernel or its device is the cause, and all other
+ranks of the job only react. Out of memory is not one of them: the device works.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+_OF_DEVICE = re.compile(
+    r"(?:CUDA|HIP)(?: driver)? error: |AcceleratorError|Cuda failure|unhandled cuda error"
+    r"|uncorrectable ECC error|(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_EXECUTION_FAILED",
+    re.IGNORECASE,
+)
+_OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
+
+
+class DeviceError(StrEnum):
+    """What failed on a device."""
+
+    ASSERT = "device-side assert"
+    ADDRESS = "illegal address"
+    MEMORY = "uncorrectable memory error"
+    LINK = "NVLink error"
+    OTHER = "device error"
+
+
+_KINDS = {
+    DeviceError.ASSERT: re.compile(r"device-side assert triggered|cudaErrorAssert", re.IGNORECASE),
+    DeviceError.ADDRESS: re.compile(
+        r"illegal memory access|misaligned address|illegal address|invalid program counter"
+        r"|unspecified launch failure|illegal instruction|address space",
+        re.IGNORECASE,
+    ),
+    DeviceError.MEMORY: re.compile(r"ECC error|row remap|contained error", re.IGNORECASE),
+    DeviceError.LINK: re.compile(r"NVLink", re.IGNORECASE),
+}
+
+
+def device_error(message: str) -> DeviceError | None:
+    """What failed on the device, by the message; None if the message is about something else."""
+    if _OF_DEVICE.search(message) is None or _OUT_OF_MEMORY.search(message):
+        return None
+    kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(message))
+    return next(kinds, DeviceError.OTHER)

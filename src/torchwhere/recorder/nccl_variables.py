@@ -1,0 +1,74 @@
+"""Sets the variables of torch that make a failed NCCL job readable, before the script starts.
+
+torch reads them when it creates its first process group. A variable that the user has set, by its
+current name or by an older one, stays as it is. Without a GPU, nothing is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+# of NVIDIA, of AMD, and of NVIDIA under WSL
+_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_NO_DEVICE = ("", "-1")
+
+
+class _Variable(NamedTuple):
+    names: tuple[str, ...]  # the current one first
+    value: str
+
+
+_VARIABLES = (
+    # shows which collectives the device has started
+    _Variable(("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"), "1"),
+    # newer versions of torch have these two values as defaults
+    _Variable(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+    _Variable(("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+)
+_DUMP = "flight_recorder_rank_"  # torch appends the rank; the doctor finds these names in a run
+
+
+def set_nccl_variables(out: str | os.PathLike[str]) -> dict[str, str]:
+    """Set the variables that the user has not set, if this process may use NCCL.
+
+    Args:
+        out: The folder of the run, for the dumps of the flight recorder.
+
+    Returns:
+        The variables that were set.
+
+    Example:
+        >>> set_nccl_variables("run/")
+        {}
+    """
+    variables = missing_variables(os.environ, out) if _may_use_nccl() else {}
+    os.environ.update(variables)
+    return variables
+
+
+def missing_variables(
+    environment: Mapping[str, str], out: str | os.PathLike[str]
+) -> dict[str, str]:
+    """The variables that an environment lacks, with their values."""
+    prefix = os.path.join(os.path.abspath(out), _DUMP)
+    dump = _Variable(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
+    return {
+        variable.names[0]: variable.value
+        for variable in (*_VARIABLES, dump)
+        if not any(name in environment for name in variable.names)
+    }
+
+
+def _may_use_nccl() -> bool:
+    """Whether torch has NCCL and the machine has a GPU. Calls no driver."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return False
+    if any(os.environ.get(name) in _NO_DEVICE for name in _VISIBLE):
+        return False
+    return any(path for pattern in _DEVICE_FILES for path in Path("/dev").glob(pattern))
