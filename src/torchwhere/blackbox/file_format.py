@@ -98,6 +98,11 @@ STREAM_ID_SHIFT = 40
 STREAM_SOURCE_SHIFT = 20
 STREAM_RANK_MASK = 0xFFFFF
 
+# The amounts of a memory record are in units of the allocators: they round sizes up to it.
+MEMORY_UNIT_BYTES = 512
+MEMORY_RESERVED_SHIFT = 32  # in `extra`; allocated is below
+MEMORY_MASK = 0xFFFFFFFF
+
 # A place in one word: module (table id) above, then the pass, then the call.
 PASS_SHIFT = 32
 MODULE_SHIFT = 36
@@ -108,6 +113,7 @@ FLAG_ASYNC = 1
 FLAG_INFERRED = 2
 FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
+FLAG_AT_LEAST = 16  # the peak of a memory record may have been higher
 
 
 class Record(NamedTuple):
@@ -146,6 +152,7 @@ class EntryType(IntEnum):
     PHASE = 10  # name of a phase
     PHASE_PATH = 11  # JSON: the path of a phase, outermost name first
     LAYOUT = 12  # a part of a layout of the watched models, compressed JSON
+    MEMORY = 16  # JSON object: the memory of the device at one time, for long jobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 
 #include "box.h"
+#include "memory.h"
 
 namespace torchwhere {
 
@@ -75,6 +76,7 @@ inline void append_to_log(ThreadTrack* track, uint64_t place) {
 }
 
 inline void set_place(ThreadTrack* track, Box* box, uint64_t place, uint64_t t_ns) {
+  leave_place(track->top);
   track->top = place;
   uint64_t* cursor = box->words + track->cursor;
   cursor[CURSOR_PLACE] = place;

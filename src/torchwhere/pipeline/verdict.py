@@ -28,6 +28,7 @@ from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
+from torchwhere.gpus.side_file import read_gpus
 from torchwhere.processes.look import look, merged
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict_text.assemble import verdict_of
@@ -138,6 +139,7 @@ class _Case:
             is_suspicion=is_suspicion,
             job_calls=self.job_calls,
             align_clocks=self._align_clocks,
+            gpus=read_gpus(self.run.folder),
         )
 
     def _align_clocks(self) -> HostClocks:
