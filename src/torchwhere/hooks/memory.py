@@ -89,6 +89,7 @@ class MemoryHook:
     def install(self) -> None:
         self._stats = _torch.private("device_stats")
         self.is_on = may_have_device() and self._stats is not None
+        self.begin()
 
     def remove(self) -> None:
         self.is_on = False
@@ -99,28 +100,36 @@ class MemoryHook:
     def record(self, track: Track) -> None:
         """Record the memory since the last record. Called at the end of a step, and when an
         allocation has failed, on the thread that trains."""
-        if not self.is_on:
+        if not self.begin():
             return
         try:
-            if self._begin():
-                self._record(track)
+            self._record(track)
         except Exception as error:
             self.errors(error)
 
+    def begin(self) -> bool:
+        """Follow the current device, if the job has initialised it. Returns whether it has."""
+        try:
+            return self.is_on and self._begin()
+        except Exception as error:
+            self.errors(error)
+            return False
+
     def _begin(self) -> bool:
-        """Whether there is a device to read, from now on or since earlier."""
         device = used_device()
         if device is None or device == self._device:
             return device is not None
+        self._device_hook.meet(device)
         if not _has_cheap_stats(device):
             self.is_on = False
             return False
         self._device, self._rise = device, PeakRise()
-        self._device_hook.meet(device)
         self._began_ns = self._history_at_ns = time.monotonic_ns()
         if self._native is not None:
             number = self._native.device_type(device.type)
             self.is_on = self._native.memory_begin(number, device.index, int(Kind.MEMORY))
+        else:
+            self._rise.of_step(memory_now(self._stats(device.index)))
         return self.is_on
 
     def _record(self, track: Track) -> None:

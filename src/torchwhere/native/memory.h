@@ -90,7 +90,8 @@ inline void record_memory(Box* box, uint64_t thread, uint64_t place, uint64_t t_
 
 // -- functions for Python -------------------------------------------------------------------------
 
-// memory_begin(type, index, kind) -> False if the allocator of this device has no statistics.
+// memory_begin(type, index, kind): follows a device that the job has initialised. Returns False
+// if its allocator has no statistics.
 inline PyObject* memory_begin(PyObject*, PyObject* args) {
   int type, index, kind;
   if (!PyArg_ParseTuple(args, "iii", &type, &index, &kind)) return nullptr;
@@ -102,6 +103,7 @@ inline PyObject* memory_begin(PyObject*, PyObject* args) {
   }
   device_memory.device = static_cast<c10::DeviceIndex>(index);
   device_memory.kind = kind;
+  leave_place(0);  // a later rise of the peak counts from here
   return PyBool_FromLong(device_memory.allocator != nullptr);
 }
 

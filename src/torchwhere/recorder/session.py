@@ -36,7 +36,7 @@ from torchwhere.hooks.late_imports import LateImports
 from torchwhere.hooks.layouts import LayoutHook
 from torchwhere.hooks.listeners import Listeners
 from torchwhere.hooks.locate import Locator, PlaceIds
-from torchwhere.hooks.memory import MemoryHook, used_device
+from torchwhere.hooks.memory import MemoryHook
 from torchwhere.hooks.modules import ModuleHook
 from torchwhere.hooks.optimizers import OptimizerHook
 from torchwhere.hooks.phases import PhaseRecorder
@@ -312,6 +312,7 @@ class Session:
 
     def _on_first_call(self, module: nn.Module) -> None:
         self._reducers.meet(module)
+        self._memory.begin()
         self._fast_path.is_paused = True
 
     def _on_exception(
@@ -353,8 +354,7 @@ class Session:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         self._start_heartbeat(world)
-        if (device := used_device()) is not None:
-            self._device.meet(device)
+        self._memory.begin()
         meta = self._box.meta
         fields = {
             "rank": rank,
