@@ -19,10 +19,12 @@ from torchwhere.blackbox.file_format import HEADER_BYTES, pack_header
 from torchwhere.blackbox.reader import read_box
 from torchwhere.diagnose.doctor.gpu_evidence import _FAULTS, _LIMITS, NoGpuData
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.gpus.labels import gpu_label
 from torchwhere.gpus.nvml import NvmlError, Problem, open_nvml
 from torchwhere.gpus.samples import Gpu, GpuSample, HostGpus, Xid, bare_uuid
 from torchwhere.gpus.side_file import KEPT, read_gpus, write_gpus
 from torchwhere.monitor.gpu_sampler import GpuSampler, uses_nvidia_gpu
+from torchwhere.pipeline.report import report_on
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.render.verdict_text.gpu import _REASONS, _UNKNOWN
 
@@ -363,3 +365,27 @@ def test_each_reason_and_problem_has_a_text() -> None:
     """No reason, problem or gap is without its words."""
     assert set(_REASONS) == {*_FAULTS, *_LIMITS}
     assert set(_UNKNOWN) == {*NoGpuData, *Problem}
+
+
+# -- labels ----------------------------------------------------------------------------------------
+
+
+def test_the_label_of_a_gpu() -> None:
+    """A label has the last sample and the Xid errors, without what NVML does not know."""
+    sample = GpuSample(7, sm_mhz=1755, temperature_c=54, busy_percent=98, used_bytes=61 << 30)
+    gpu = Gpu("u", 3, sm_max_mhz=1980, total_bytes=141 << 30, xids=(Xid(79, 8),), samples=(sample,))
+    assert gpu_label(gpu) == (
+        "GPU 3: 1755 of 1980 MHz, 54 C, 98% busy, 61.0 GiB of 141 GiB used, Xid 79"
+    )
+    assert gpu_label(Gpu("u", 3)) == "GPU 3: no sample"
+
+
+def test_the_report_shows_the_gpu_of_a_rank(recorded: Path, tmp_path: Path) -> None:
+    """The details of a rank in the report name its GPU."""
+    run = with_devices(recorded / "slow_ddp", tmp_path, UUIDS)
+    host = read_box(run / "rank0.box").meta["host"]
+    gpus = tuple(gpu_of_rank(run, rank, FAST) for rank in range(4))
+    write_gpus(run, HostGpus(host, gpus=gpus))
+    details = report_on(run, stall_s=STALL_S).to_dict()["details"]
+    assert details["2"]["gpus"] == ["GPU 2: 1755 of 1980 MHz, 60 C"]
+    assert details["2"]["memory"] is None

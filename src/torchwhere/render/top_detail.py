@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.memory import memory_samples
 from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.live.ranks import RankNow
+from torchwhere.gpus.labels import gpu_label, memory_label
+from torchwhere.gpus.samples import Gpu
 from torchwhere.render.lines import Line, plain
 from torchwhere.render.text import events_lines
 from torchwhere.render.top_rows import Charset, age, collective_text, module_text, speed, state_text
@@ -24,10 +27,12 @@ def detail_lines(
     verdict: dict[str, Any] | None,
     width: int,
     charset: Charset,
+    gpus: Sequence[Gpu] = (),
 ) -> Iterator[Line]:
     """The lines of the page. `box` is None if it cannot be read."""
     lines = (
         *_facts(rank),
+        *_device_facts(box, gpus),
         *_threads(box),
         *_stack(rank.rank, verdict),
         *_events(box, width),
@@ -60,6 +65,14 @@ def _facts(rank: RankNow) -> Iterator[Line]:
         yield _fact("waits for", ranks_phrase(rank.waits_for))
     if rank.is_blamed:
         yield _fact("blamed", "other ranks wait for this one")
+
+
+def _device_facts(box: Box | None, gpus: Sequence[Gpu]) -> Iterator[Line]:
+    samples = memory_samples(box) if box is not None else []
+    if samples:
+        yield _fact("memory", memory_label(samples[-1]))
+    for gpu in gpus:
+        yield _fact("device", gpu_label(gpu))
 
 
 def _fact(name: str, text: object) -> Line:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.verdict import VerdictKind
-from torchwhere.gpus.samples import Gpu, GpuSample, HostGpus, bare_uuid
+from torchwhere.gpus.match import devices_of, gpu_of, gpus_of, host_of
+from torchwhere.gpus.samples import Gpu, GpuSample, bare_uuid
 
 _MOST_RANKS = 4
 _MOST_DEVICES = 4  # of a rank
@@ -126,14 +127,13 @@ class RankGpus:
         """What is known about each device of a rank."""
         meta = self._meta(rank)
         host = str(meta.get("host") or "")
-        devices = _devices(meta)
+        devices, host_gpus = devices_of(meta), host_of(meta, self.context.gpus)
         if not devices:
             yield UnknownGpu(rank, host, NoGpuData.NOT_NAMED)
         for device in devices[:_MOST_DEVICES]:
             if device.get("type") != "cuda" or device.get("hip"):
                 yield UnknownGpu(rank, host, NoGpuData.NOT_NVIDIA)
                 continue
-            host_gpus = self._host(host)
             if host_gpus is None:
                 yield UnknownGpu(rank, host, NoGpuData.NOT_SAMPLED)
                 continue
@@ -146,8 +146,8 @@ class RankGpus:
     def _evidence(self, rank: int, host: str, gpu: Gpu, *, uuid: str) -> GpuEvidence:
         begin_ns, end_ns = self._span_ns(rank)
         samples = _during(gpu, begin_ns, end_ns)
-        ranks = self._ranks_of_gpus()
-        others = {id(other): other for other, _ in ranks.values() if other is not gpu}.values()
+        ranks = self._gpus_by_rank()
+        others = {other.uuid: other for other in ranks.values() if other is not gpu}.values()
         recent = [_during(other, begin_ns, end_ns)[-1:] for other in others]
         clocks = [sample.sm_mhz for (sample,) in filter(None, recent) if sample.sm_mhz is not None]
         others_mhz = int(median(clocks)) if clocks else None
@@ -161,7 +161,7 @@ class RankGpus:
             gpu=gpu,
             is_instance=uuid in gpu.instances,
             shared_with=tuple(
-                other for other, (used, _) in ranks.items() if used is gpu and other != rank
+                other for other, used in ranks.items() if used is gpu and other != rank
             ),
             sample=sample,
             slowdowns=slowdowns,
@@ -171,47 +171,23 @@ class RankGpus:
             silent_s=silent_s if silent_s is not None and silent_s > _SILENT_S else None,
         )
 
-    def _ranks_of_gpus(self) -> dict[int, tuple[Gpu, str]]:
-        """The GPU of each rank that has one, and its host."""
-        gpus = {}
-        for rank in self.context.run.summaries:
-            meta = self._meta(rank)
-            host_gpus = self._host(str(meta.get("host") or ""))
-            for device in _devices(meta)[:1] if host_gpus is not None else ():
-                assert host_gpus is not None
-                gpu = gpu_of(device, host_gpus)
-                if gpu is not None:
-                    gpus[rank] = gpu, host_gpus.host
-        return gpus
+    def _gpus_by_rank(self) -> dict[int, Gpu]:
+        """The first GPU of each rank that has one."""
+        gpus = {rank: self._gpus(rank)[:1] for rank in self.context.run.summaries}
+        return {rank: gpu for rank, first in gpus.items() for gpu in first}
+
+    def _gpus(self, rank: int) -> list[Gpu]:
+        return gpus_of(self._meta(rank), self.context.gpus)
 
     def _meta(self, rank: int) -> dict[str, Any]:
         box = self.context.run.summaries.get(rank)
         return box.meta if box is not None else {}
-
-    def _host(self, host: str) -> HostGpus | None:
-        return next((gpus for gpus in self.context.gpus if gpus.host == host), None)
 
     def _span_ns(self, rank: int) -> tuple[int, int]:
         """When a rank began, and its last sign of life."""
         box = self.context.run.summaries[rank]
         started = box.meta.get("started_ns")
         return started if isinstance(started, int) else 0, max(box.last_ns, box.beat_ns)
-
-
-def gpu_of(device: dict[str, Any], host_gpus: HostGpus) -> Gpu | None:
-    """The GPU that a box names, by UUID, else by PCI address. Its index may differ: processes
-    number the devices that they see."""
-    uuid, pci = bare_uuid(device.get("uuid") or ""), str(device.get("pci") or "").lower()
-    for gpu in host_gpus.gpus:
-        if uuid and (uuid == gpu.uuid or uuid in gpu.instances):
-            return gpu
-    return next((gpu for gpu in host_gpus.gpus if pci and pci == gpu.pci), None)
-
-
-def _devices(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    devices = meta.get("devices")
-    entries = devices if isinstance(devices, list) else []
-    return [device for device in entries if isinstance(device, dict)]
 
 
 def _during(gpu: Gpu, begin_ns: int, end_ns: int) -> list[GpuSample]:
