@@ -20,6 +20,7 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.diagnose.doctor.gpu_evidence import _FAULTS, _LIMITS, NoGpuData
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.gpus.labels import gpu_label
+from torchwhere.gpus.match import gpus_of
 from torchwhere.gpus.nvml import NvmlError, Problem, open_nvml
 from torchwhere.gpus.samples import Gpu, GpuSample, HostGpus, Xid, bare_uuid
 from torchwhere.gpus.side_file import KEPT, read_gpus, write_gpus
@@ -27,6 +28,8 @@ from torchwhere.monitor.gpu_sampler import GpuSampler, uses_nvidia_gpu
 from torchwhere.pipeline.report import report_on
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.render.verdict_text.gpu import _REASONS, _UNKNOWN
+from torchwhere.snapshots.decode import decode_snapshot
+from torchwhere.snapshots.encode import HostSnapshot, encode_boxes
 
 STALL_S = 4.0
 WAIT_S = 30.0
@@ -389,3 +392,24 @@ def test_the_report_shows_the_gpu_of_a_rank(recorded: Path, tmp_path: Path) -> N
     details = report_on(run, stall_s=STALL_S).to_dict()["details"]
     assert details["2"]["gpus"] == ["GPU 2: 1755 of 1980 MHz, 60 C"]
     assert details["2"]["memory"] is None
+
+
+# -- other hosts -----------------------------------------------------------------------------------
+
+
+def test_gpus_travel_in_a_snapshot(recorded: Path, tmp_path: Path) -> None:
+    """The monitor of another host sends its GPUs along: the lead finds the GPU of each rank, with
+    times by its own clock."""
+    run = with_devices(recorded / "slow_ddp", tmp_path, UUIDS)
+    gpus = tuple(gpu_of_rank(run, rank, FAST, xids=(Xid(79, 100),)) for rank in range(4))
+    boxes = {rank: read_box(run / f"rank{rank}.box") for rank in range(4)}
+    host = HostGpus(socket.gethostname(), gpus=gpus)
+    snapshot = decode_snapshot(encode_boxes(boxes, gpus=host, ahead_ns=40))
+    assert isinstance(snapshot, HostSnapshot)
+    assert snapshot.gpus is not None
+    summaries = {summary.box_summary.rank: summary for summary in snapshot.batch.rank_summaries}
+    for rank, gpu in enumerate(gpus):
+        (sent,) = gpus_of(summaries[rank].box_summary.meta, [snapshot.gpus])
+        assert sent.uuid == gpu.uuid
+        assert sent.samples[0].t_ns == gpu.samples[0].t_ns - 40
+        assert sent.xids[0].t_ns == 60

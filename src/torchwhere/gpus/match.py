@@ -19,9 +19,14 @@ def devices_of(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [device for device in entries if isinstance(device, dict)]
 
 
+def host_name(meta: Mapping[str, Any]) -> str:
+    """The host of a box, also of one that only a snapshot of another host describes."""
+    return str(meta.get("source_host") or meta.get("host") or "")
+
+
 def host_of(meta: Mapping[str, Any], hosts: Sequence[HostGpus]) -> HostGpus | None:
     """The GPUs of the host of a box; None if no monitor sampled them."""
-    return next((host for host in hosts if host.host == meta.get("host")), None)
+    return next((host for host in hosts if host.host == host_name(meta)), None)
 
 
 def gpu_of(device: Mapping[str, Any], host: HostGpus) -> Gpu | None:

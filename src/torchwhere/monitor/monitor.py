@@ -157,6 +157,7 @@ class Monitor:
             stall_s=self.stall_s,
             job_calls=inputs.job_calls,
             ask=self.role.request_stacks,
+            gpus=inputs.gpus,
         )
         verdict = with_hosts(verdict, inputs.run)
         self._write_snapshot(read_ns, read_at)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.verdict import VerdictKind
-from torchwhere.gpus.match import devices_of, gpu_of, gpus_of, host_of
+from torchwhere.gpus.match import devices_of, gpu_of, gpus_of, host_name, host_of
 from torchwhere.gpus.samples import Gpu, GpuSample, bare_uuid
 
 _MOST_RANKS = 4
@@ -126,7 +126,7 @@ class RankGpus:
     def of(self, rank: int) -> Iterator[GpuEvidence | UnknownGpu]:
         """What is known about each device of a rank."""
         meta = self._meta(rank)
-        host = str(meta.get("host") or "")
+        host = host_name(meta)
         devices, host_gpus = devices_of(meta), host_of(meta, self.context.gpus)
         if not devices:
             yield UnknownGpu(rank, host, NoGpuData.NOT_NAMED)
