@@ -86,10 +86,11 @@ class MemoryHook:
         self._began_ns = self._history_at_ns = 0
         self.errors = ErrorLimiter("device memory", self.remove)
 
-    def install(self) -> None:
+    def install(self) -> list[str]:
         self._stats = _torch.private("device_stats")
         self.is_on = may_have_device() and self._stats is not None
         self.begin()
+        return _torch.missing("device memory")
 
     def remove(self) -> None:
         self.is_on = False
