@@ -413,3 +413,23 @@ def test_gpus_travel_in_a_snapshot(recorded: Path, tmp_path: Path) -> None:
         assert sent.uuid == gpu.uuid
         assert sent.samples[0].t_ns == gpu.samples[0].t_ns - 40
         assert sent.xids[0].t_ns == 60
+
+
+def test_errors_count_where_no_rank_is_blamed(recorded: Path, tmp_path: Path) -> None:
+    """If a verdict blames no rank, a GPU with an error is named all the same, and only that one."""
+    run = with_devices(recorded / "healthy_ddp", tmp_path, UUIDS)
+    started_ns = read_box(run / "rank3.box").meta["started_ns"]
+    gpus = [gpu_of_rank(run, rank, HOT) for rank in range(3)]
+    gpus.append(gpu_of_rank(run, 3, HOT, xids=(Xid(48, started_ns + 1),)))
+    verdict = judged(run, gpus)
+    assert (verdict.kind, verdict.culprits) == ("dead", ())
+    assert [fact["rank"] for fact in verdict.facts["gpus"]] == [3]
+    assert gpu_lines(verdict)[0].endswith("(rank 3): Xid 48: a double-bit ECC error")
+
+
+def test_a_rank_that_exits_has_no_clocks(recorded: Path, tmp_path: Path) -> None:
+    """The clocks of a GPU say nothing about an exit."""
+    run = with_devices(recorded / "killed", tmp_path, UUIDS)
+    verdict = judged(run, [gpu_of_rank(run, rank, HOT) for rank in range(4)])
+    assert verdict.culprits == (2,)
+    assert "gpus" not in verdict.facts

@@ -22,6 +22,7 @@ from torchwhere.gpus.side_file import KEPT, SAMPLE_S, write_gpus
 _MOST_XIDS = 16
 _STOP_S = 2.0
 _XID_S = 0.5
+_MOST_PAUSE_S = 15.0
 
 
 def uses_nvidia_gpu(metas: Iterable[Mapping[str, Any]]) -> bool:
@@ -87,7 +88,8 @@ class GpuSampler:
             if is_over:
                 return
             if is_due:  # a slow driver is asked less often
-                next_at = began + max(self._every_s, 10 * (time.monotonic() - began))
+                pause_s = min(10 * (time.monotonic() - began), _MOST_PAUSE_S)
+                next_at = began + max(self._every_s, pause_s)
             self._over.wait(min(_XID_S, self._every_s))
 
     def _fail(self, problem: Problem, detail: str) -> None:

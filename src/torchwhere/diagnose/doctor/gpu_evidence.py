@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -97,27 +98,34 @@ class GpuEvidence:
 
 
 def gpu_evidence(context: Context, finding: Finding) -> tuple[list[GpuEvidence], list[UnknownGpu]]:
-    """The GPUs of the ranks that a finding blames.
+    """The GPUs of the ranks that a finding blames; if it blames none, those with errors.
 
-    Clocks say something only about a device that is slow or hangs. Errors count for any exit.
+    Clocks say something only about a rank that is slow and a device that hangs.
     """
-    is_on_device = bool(finding.facts.get("on_device"))
-    if not is_on_device and finding.kind is not VerdictKind.DEAD:
+    if finding.kind is VerdictKind.HEALTHY:
         return [], []
-    blamed = finding.culprits or (tuple(sorted(finding.blocked)) if is_on_device else ())
+    is_on_device = bool(finding.facts.get("on_device"))
     gpus = RankGpus(context)
     evidence: list[GpuEvidence] = []
     unknown: list[UnknownGpu] = []
-    for rank in blamed[:_MOST_RANKS]:
+    for rank in finding.culprits or context.run.summaries:
         for entry in gpus.of(rank):
             if isinstance(entry, UnknownGpu):
                 unknown.append(entry)
-            elif is_on_device or entry.has_error:
+            elif entry.has_error or (rank in finding.culprits and _is_why(finding, entry)):
                 evidence.append(entry)
-    return evidence, unknown if is_on_device else []
+    return evidence[:_MOST_RANKS], unknown[:_MOST_RANKS] if is_on_device else []
 
 
-@dataclass(frozen=True, slots=True)
+def _is_why(finding: Finding, evidence: GpuEvidence) -> bool:
+    """Whether the clocks of a GPU matter. They do on a device that is slow or hangs, even if
+    nothing is wrong with them."""
+    if finding.facts.get("on_device"):
+        return True
+    return finding.kind is VerdictKind.STRAGGLER and bool(evidence.slowdowns)
+
+
+@dataclass(frozen=True)
 class RankGpus:
     """The GPUs of all ranks of a run."""
 
@@ -146,7 +154,7 @@ class RankGpus:
     def _evidence(self, rank: int, host: str, gpu: Gpu, *, uuid: str) -> GpuEvidence:
         begin_ns, end_ns = self._span_ns(rank)
         samples = _during(gpu, begin_ns, end_ns)
-        ranks = self._gpus_by_rank()
+        ranks = self._gpus_by_rank
         others = {other.uuid: other for other in ranks.values() if other is not gpu}.values()
         recent = [_during(other, begin_ns, end_ns)[-1:] for other in others]
         clocks = [sample.sm_mhz for (sample,) in filter(None, recent) if sample.sm_mhz is not None]
@@ -171,6 +179,7 @@ class RankGpus:
             silent_s=silent_s if silent_s is not None and silent_s > _SILENT_S else None,
         )
 
+    @cached_property
     def _gpus_by_rank(self) -> dict[int, Gpu]:
         """The first GPU of each rank that has one."""
         gpus = {rank: self._gpus(rank)[:1] for rank in self.context.run.summaries}
