@@ -433,3 +433,50 @@ def test_a_rank_that_exits_has_no_clocks(recorded: Path, tmp_path: Path) -> None
     verdict = judged(run, [gpu_of_rank(run, rank, HOT) for rank in range(4)])
     assert verdict.culprits == (2,)
     assert "gpus" not in verdict.facts
+
+
+# -- a real GPU ------------------------------------------------------------------------------------
+
+# What the sampler wrote on an H200 (driver 580.159.04) while a process failed with a device-side
+# assert. Only the UUID is another one.
+H200 = {
+    "host": "node0",
+    "problem": None,
+    "problem_detail": "",
+    "driver": "580.159.04",
+    "gpus": [
+        {
+            "uuid": "u2",
+            "index": 0,
+            "sm_max_mhz": 1980,
+            "knows_xids": True,
+            "ecc_at_start": 0,
+            "xids": [{"number": 43, "t_ns": 1794837258673817810}],
+            "samples": [
+                {
+                    "t_ns": 1794837260658186680,
+                    "sm_mhz": 1980,
+                    "memory_mhz": 3201,
+                    "reasons": [],
+                    "temperature_c": 46,
+                    "power_w": 133.78,
+                    "power_limit_w": 700.0,
+                    "used_bytes": 648347648,
+                    "busy_percent": 0,
+                    "ecc_uncorrected": 0,
+                }
+            ],
+        }
+    ],
+}
+
+
+def test_what_an_h200_reports(tmp_path: Path) -> None:
+    """The file of a real GPU reads completely, with the Xid error of a device-side assert."""
+    (tmp_path / "gpu-node0.json").write_text(json.dumps(H200))
+    (host,) = read_gpus(tmp_path)
+    (gpu,) = host.gpus
+    assert [xid.number for xid in gpu.xids] == [43]
+    assert gpu_label(replace(gpu, total_bytes=141 << 30)) == (
+        "GPU 0: 1980 of 1980 MHz, 46 C, 134 of 700 W, 0% busy, 618 MiB of 141 GiB used, Xid 43"
+    )

@@ -3,7 +3,7 @@
 The numbers are those of torch's caching allocator. Reading them calls neither the device nor its
 driver, creates no context, and changes nothing: the allocator's own peak is never reset. The native
 extension reads them whenever a thread goes from one module to another, so it knows where the peak
-was. Without it, Python reads them once a step (about 20 us) and knows only the step.
+was. Without it, Python reads them once a step and knows only the step.
 
 A record describes the time since the record before. Long jobs lose old records: now and then, less
 and less often, the numbers also go into the table of the box, at most about 100 times.
