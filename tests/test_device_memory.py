@@ -220,9 +220,9 @@ def test_growth_begins_where_the_memory_began_to_rise() -> None:
 
 def test_growth_may_dip() -> None:
     """Small dips do not end a growth."""
-    found = growth(ends(lambda step: 1000 + 50 * step - (5 if step % 7 == 0 else 0)))
-    assert found is not None
-    assert (found.from_step, found.to_step) == (2, 39)
+    rise = growth(ends(lambda step: 1000 + 50 * step - (5 if step % 7 == 0 else 0)))
+    assert rise is not None
+    assert (rise.from_step, rise.to_step) == (2, 39)
 
 
 @pytest.mark.parametrize(

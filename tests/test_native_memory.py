@@ -48,24 +48,24 @@ class Net(torch.nn.Module):
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-seen = {{}}
+readings = {{}}
 with torchwhere.watch(out=sys.argv[2]):
     for step in range({GROWING} + 20):
         if step == 4:
             assert part.memory_begin(part.device_type("privateuseone"), 0, 24)
-            seen["before"] = part.memory_now()
+            readings["before"] = part.memory_now()
             allocator.initialize()
         if step < {GROWING}:
             held += {HELD}
             amounts(held)
         if step == {GROWING} + 10:
-            seen["now"] = part.memory_now()
+            readings["now"] = part.memory_now()
             allocator.fail()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    seen["after"], seen["resets"] = part.memory_now(), allocator.resets()
+    readings["after"], readings["resets"] = part.memory_now(), allocator.resets()
     part.memory_end()
-print(json.dumps(seen))
+print(json.dumps(readings))
 """
 
 

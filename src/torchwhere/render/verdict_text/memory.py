@@ -53,7 +53,7 @@ def _report_text(report: AllocatorReport) -> str:
         (report.unused_bytes, "reserved but not allocated"),
         (report.free_bytes, "free"),
     )
-    shares = [f"{memory_amount(nbytes)} {what}" for nbytes, what in amounts if nbytes is not None]
+    shares = [f"{memory_amount(nbytes)} {state}" for nbytes, state in amounts if nbytes is not None]
     total = f" of {memory_amount(report.total_bytes)}" if report.total_bytes is not None else ""
     return f"{tried}; {', '.join(shares)}{total}" if shares else tried
 
