@@ -555,7 +555,7 @@ def _public(names: Iterable[str]) -> set[str]:
 def test_memory_needs_an_accelerator(part: Any) -> None:
     """The allocator of the CPU keeps no statistics: nothing is sampled, and no record is written."""
     box = part.Box(mmap.mmap(-1, 1 << 16), 0, 16)
-    assert part.memory_begin(part.device_type("cpu"), 0, int(Kind.MEMORY)) is False
+    assert part.memory_begin("cpu", 0, int(Kind.MEMORY)) is False
     part.memory_record(box, 0, 0)
     assert part.memory_now() is None
     part.memory_end()

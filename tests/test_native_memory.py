@@ -52,7 +52,7 @@ readings = {{}}
 with torchwhere.watch(out=sys.argv[2]):
     for step in range({GROWING} + 20):
         if step == 4:
-            assert part.memory_begin(part.device_type("privateuseone"), 0, 24)
+            assert part.memory_begin("privateuseone", 0, 24)
             readings["before"] = part.memory_now()
             allocator.initialize()
         if step < {GROWING}:

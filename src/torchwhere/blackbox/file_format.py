@@ -102,6 +102,7 @@ STREAM_RANK_MASK = 0xFFFFF
 MEMORY_UNIT_BYTES = 512
 MEMORY_RESERVED_SHIFT = 32  # in `extra`; allocated is below
 MEMORY_MASK = 0xFFFFFFFF
+FLAG_AT_LEAST = 64  # of a memory record: the peak may have been higher
 
 # A place in one word: module (table id) above, then the pass, then the call.
 PASS_SHIFT = 32
@@ -113,7 +114,6 @@ FLAG_ASYNC = 1
 FLAG_INFERRED = 2
 FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
-FLAG_AT_LEAST = 16  # the peak of a memory record may have been higher
 
 
 class Record(NamedTuple):

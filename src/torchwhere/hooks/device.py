@@ -11,14 +11,13 @@ The marks need the native extension. Without it, the progress of the device is u
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from torchwhere.blackbox.writer import BoxWriter
 
 _REACHED, _DONE = range(2)  # `Point` in device_progress.h
-_MOST_DEVICES = 16  # described in a box
 
 
 class DeviceMark(NamedTuple):
@@ -39,37 +38,13 @@ def may_have_device() -> bool:
     return torch.accelerator.current_accelerator(check_available=False) is not None
 
 
-def describe_device(device: torch.device) -> dict[str, Any] | None:
-    """What identifies a device on its host; None if the job has not initialised it.
-
-    torch reads the properties of a device once, without waiting for the device. UUID and PCI
-    address stay right with `CUDA_VISIBLE_DEVICES`; in a MIG instance the UUID is that of the
-    instance.
-    """
-    module = torch.get_device_module(device)
-    if not getattr(module, "is_initialized", bool)():
-        return None
-    properties = module.get_device_properties(device)
-    pci = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
-    return {
-        "type": device.type,
-        "index": device.index or 0,
-        "uuid": str(getattr(properties, "uuid", "") or ""),
-        "pci": "{:08x}:{:02x}:{:02x}.0".format(*pci) if min(pci) >= 0 else "",
-        "name": str(getattr(properties, "name", "")),
-        "total_bytes": getattr(properties, "total_memory", None),
-        "hip": torch.version.hip is not None,
-    }
-
-
 class DeviceHook:
     """Marks the collectives of one watch on their devices."""
 
     def __init__(self, box: BoxWriter) -> None:
         self._box = box
         self._native = box.native
-        self._types: dict[torch.device, int] = {}
-        self._devices: set[torch.device] = set()  # that the box describes
+        self._types: dict[str, int] = {}
         self.is_on = False
 
     def install(self) -> None:
@@ -97,22 +72,10 @@ class DeviceHook:
     def type_number(self, device: torch.device) -> int:
         """The number of a type of device in C++ (`c10::DeviceType`)."""
         assert self._native is not None
-        number = self._types.get(device)
+        number = self._types.get(device.type)
         if number is None:
-            number = self._types[device] = self._native.device_type(device.type)
-            self.meet(device)
+            number = self._types[device.type] = self._native.device_type(device.type)
         return number
-
-    def meet(self, device: torch.device) -> None:
-        """Describe a device in the box, so that a monitor can find it on its host."""
-        if device in self._devices or len(self._devices) >= _MOST_DEVICES:
-            return
-        self._devices.add(device)
-        described = describe_device(device)
-        if described is not None:
-            meta = self._box.meta
-            self._box.meta = meta | {"devices": [*meta.get("devices", []), described]}
-            self._box.write_meta()
 
     def reach(self, mark: DeviceMark) -> None:
         """Set a mark just before a collective."""

@@ -29,7 +29,8 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
-from torchwhere.hooks.device import DeviceHook, may_have_device
+from torchwhere.hooks.device import may_have_device
+from torchwhere.hooks.device_identity import DeviceIdentities, used_device
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.threads import Track
 
@@ -61,24 +62,13 @@ class PeakRise:
         return (now.peak, True) if has_risen else (now.allocated, False)
 
 
-def used_device() -> torch.device | None:
-    """The current device of this thread; None if the job has not initialised an accelerator."""
-    accelerator = torch.accelerator.current_accelerator(check_available=False)
-    if accelerator is None:
-        return None
-    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
-    if is_initialized is None or not is_initialized():
-        return None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
 class MemoryHook:
     """Records the memory of the current device of one watch."""
 
-    def __init__(self, box: BoxWriter, device_hook: DeviceHook) -> None:
+    def __init__(self, box: BoxWriter) -> None:
         self._box = box
         self._native = box.native
-        self._device_hook = device_hook
+        self._identities = DeviceIdentities(box)
         self._stats: Any = None
         self._rise = PeakRise()
         self._device: torch.device | None = None
@@ -120,15 +110,14 @@ class MemoryHook:
         device = used_device()
         if device is None or device == self._device:
             return device is not None
-        self._device_hook.meet(device)
+        self._identities.add(device)
         if not _has_cheap_stats(device):
             self.is_on = False
             return False
         self._device, self._rise = device, PeakRise()
         self._began_ns = self._history_at_ns = time.monotonic_ns()
         if self._native is not None:
-            number = self._native.device_type(device.type)
-            self.is_on = self._native.memory_begin(number, device.index, int(Kind.MEMORY))
+            self.is_on = self._native.memory_begin(device.type, device.index, int(Kind.MEMORY))
         else:
             self._rise.of_step(memory_now(self._stats(device.index)))
         return self.is_on

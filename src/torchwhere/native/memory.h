@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <string>
 
 #include <c10/core/CachingDeviceAllocator.h>
 
@@ -22,7 +23,7 @@ namespace torchwhere {
 
 constexpr uint64_t MEMORY_UNIT = 512, MEMORY_MOST = 0xFFFFFFFF;
 constexpr int MEMORY_RESERVED_SHIFT = 32;
-constexpr uint8_t FLAG_AT_LEAST = 16;
+constexpr uint8_t FLAG_AT_LEAST = 64;
 
 struct DeviceMemory {
   c10::DeviceAllocator* allocator = nullptr;  // null: off
@@ -93,11 +94,12 @@ inline void record_memory(Box* box, uint64_t thread, uint64_t place, uint64_t t_
 // memory_begin(type, index, kind): follows a device that the job has initialised. Returns False
 // if its allocator has no statistics.
 inline PyObject* memory_begin(PyObject*, PyObject* args) {
-  int type, index, kind;
-  if (!PyArg_ParseTuple(args, "iii", &type, &index, &kind)) return nullptr;
+  const char* type;
+  int index, kind;
+  if (!PyArg_ParseTuple(args, "sii", &type, &index, &kind)) return nullptr;
   device_memory = DeviceMemory{};
   try {
-    auto* allocator = c10::GetAllocator(static_cast<c10::DeviceType>(type));
+    auto* allocator = c10::GetAllocator(c10::Device(std::string(type)).type());
     device_memory.allocator = dynamic_cast<c10::DeviceAllocator*>(allocator);
   } catch (const std::exception&) {
   }

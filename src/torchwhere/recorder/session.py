@@ -86,7 +86,7 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         graphs = GraphIds(self._box)
         self._device = DeviceHook(self._box)
-        self._memory = MemoryHook(self._box, self._device)
+        self._memory = MemoryHook(self._box)
         self.collectives = CollectiveRecorder(self._box, locator, graphs, self._device)
         self.recorder = Recorder(
             self._box,
@@ -312,8 +312,8 @@ class Session:
 
     def _on_first_call(self, module: nn.Module) -> None:
         self._reducers.meet(module)
-        self._memory.begin()
         self._fast_path.is_paused = True
+        self._memory.begin()
 
     def _on_exception(
         self, error: BaseException, track: Track, place_ids: PlaceIds, line: str | None
