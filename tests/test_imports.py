@@ -18,6 +18,7 @@ PACKAGES = (
     "native",
     "blackbox",
     "processes",
+    "gpus",
     "diagnose.calls",
     "diagnose.clocks",
     "diagnose.doctor",

@@ -13,6 +13,7 @@ import fcntl
 import gc
 import json
 import logging
+import mmap
 import os
 import random
 import re
@@ -40,6 +41,7 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.events import Kind
 from torchwhere.hooks.shape_inference import PIPELINING
 from torchwhere.hooks.threads import LOG_LENGTH
 from torchwhere.native import first_run, self_test
@@ -548,6 +550,17 @@ def _names_in(node: ast.Module | ast.ClassDef) -> set[str]:
 
 def _public(names: Iterable[str]) -> set[str]:
     return {name for name in names if not name.startswith("_")}
+
+
+def test_memory_needs_an_accelerator(part: Any) -> None:
+    """The allocator of the CPU keeps no statistics: nothing is sampled, and no record is written."""
+    box = part.Box(mmap.mmap(-1, 1 << 16), 0, 16)
+    assert part.memory_begin("cpu", 0, int(Kind.MEMORY)) is False
+    part.memory_record(box, 0, 0)
+    assert part.memory_now() is None
+    part.memory_end()
+    assert box.record(1, 2) == 0
+    box.close()
 
 
 def test_both_sides_have_the_same_log(part: Any) -> None:

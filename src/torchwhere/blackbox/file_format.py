@@ -101,6 +101,12 @@ STREAM_ID_SHIFT = 40
 STREAM_SOURCE_SHIFT = 20
 STREAM_RANK_MASK = 0xFFFFF
 
+# The amounts of a memory record are in units of the allocators: they round sizes up to it.
+MEMORY_UNIT_BYTES = 512
+MEMORY_RESERVED_SHIFT = 32  # in `extra`; allocated is below
+MEMORY_MASK = 0xFFFFFFFF
+FLAG_AT_LEAST = 64  # of a memory record: the peak may have been higher
+
 # A place in one word: module (table id) above, then the pass, then the call.
 PASS_SHIFT = 32
 MODULE_SHIFT = 36
@@ -151,6 +157,7 @@ class EntryType(IntEnum):
     PHASE = 10  # name of a phase
     PHASE_PATH = 11  # JSON: the path of a phase, outermost name first
     LAYOUT = 12  # a part of a layout of the watched models, compressed JSON
+    MEMORY = 16  # JSON object: the memory of the device at one time, for long jobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ _META_KEYS = (
     "oom_kills",
     "flight_recorder",
     "counted",
+    "devices",
 )
 
 

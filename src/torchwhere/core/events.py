@@ -35,6 +35,7 @@ class Kind(IntEnum):
     COMPILE_END = 14
     GROUP_BEGIN = 15
     GROUP_END = 16
+    MEMORY = 24
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""Bytes and durations as short text: `4.2 MB`, `1.3 ms`."""
+"""Bytes and durations as short text: `4.2 MB`, `1.3 ms`, memory in PyTorch's units: `1.5 GiB`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ def amount(nbytes: float) -> str:
             return _text(nbytes, unit, is_whole=unit == "B")
         nbytes /= 1000
     return f"{nbytes:.1f} TB"
+
+
+def memory_amount(nbytes: float) -> str:
+    """`512 bytes`, `1.5 GiB`: memory of a device, in the units of PyTorch's own messages."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            break
+        nbytes /= 1024
+    return _text(nbytes, unit, is_whole=unit == "bytes")
 
 
 def duration(ns: float) -> str:

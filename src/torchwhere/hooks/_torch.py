@@ -91,6 +91,13 @@ NAMES = {
         "every backward() and grad() calls it: the one place where a backward begins and ends",
         "the cursor does not show backward, exceptions in backward get no note",
     ),
+    "device_stats": Private(
+        "torch._C._accelerator_getDeviceStats",
+        "device memory",
+        "the statistics of the caching allocator; `torch.accelerator.memory_stats` makes a flat"
+        " dict of 100 entries from them, which takes much longer",
+        "the memory of the device is not recorded",
+    ),
     "dispatch_key": Private(
         "torch._C.DispatchKey",
         "collectives",

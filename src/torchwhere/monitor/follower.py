@@ -11,6 +11,8 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun
+from torchwhere.gpus.samples import HostGpus
+from torchwhere.gpus.side_file import read_gpus
 from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
 from torchwhere.monitor.single import (
@@ -138,7 +140,14 @@ class Follower(SingleHost):
             return
         ahead_ns = self._client.ahead_ns or 0
         self._client.send(
-            _snapshot(boxes, statuses, answers=answers, is_last=is_last, ahead_ns=ahead_ns)
+            _snapshot(
+                boxes,
+                statuses,
+                answers=answers,
+                is_last=is_last,
+                ahead_ns=ahead_ns,
+                gpus=next(iter(read_gpus(self._folder)), None),
+            )
         )
         if is_last:
             self._client.flush(patience_s=2.0)
@@ -220,9 +229,15 @@ def _snapshot(
     answers: int,
     is_last: bool,
     ahead_ns: int,
+    gpus: HostGpus | None,
 ) -> bytes:
     """Encode a snapshot of this host, with fewer calls if it would be too large."""
     own_statuses = {rank: status for rank, status in statuses.items() if rank in boxes}
     return encode_boxes(
-        boxes, statuses=own_statuses, answers=answers, is_last=is_last, ahead_ns=ahead_ns
+        boxes,
+        statuses=own_statuses,
+        answers=answers,
+        is_last=is_last,
+        ahead_ns=ahead_ns,
+        gpus=gpus,
     )

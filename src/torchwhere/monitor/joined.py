@@ -8,6 +8,7 @@ from typing import Any
 from torchwhere.blackbox.run import BoxRun, RunSummary
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.gpus.samples import HostGpus
 from torchwhere.monitor.single import NOUN, Inputs, SavedStatuses
 from torchwhere.snapshots.encode import CALLS, HostSnapshot
 
@@ -20,6 +21,7 @@ class JoinedData:
     boxes: dict[int, Any]
     saved: SavedStatuses = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    gpus: list[HostGpus] = field(default_factory=list)
 
     def add(self, host: int, snapshot: HostSnapshot) -> None:
         """Add the ranks of a snapshot. A box of this host wins over a snapshot."""
@@ -31,6 +33,7 @@ class JoinedData:
         wanted = {box.path for box in summaries.values() if not box.lacks_counts}
         self.job_calls.add_batch(snapshot.batch, encoder=host, wanted=wanted)
         self.boxes |= summaries
+        self.gpus += [snapshot.gpus] if snapshot.gpus is not None else []
         self.saved |= {
             rank: snapshot.statuses[rank].to_dict()
             for rank in summaries
@@ -47,4 +50,4 @@ class JoinedData:
         boxes = dict(sorted(self.boxes.items()))
         unreadable: list[Any] = list(run.unreadable)
         job = RunSummary(run.folder, boxes, run.earlier, unreadable, NOUN, self.missing)
-        return Inputs(job, self.job_calls, self.saved)
+        return Inputs(job, self.job_calls, self.saved, self.gpus)

@@ -23,6 +23,7 @@ from pathlib import Path
 from torchwhere.core.atomic_file import replace_file
 from torchwhere.core.stall import STALL_S
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.monitor.gpu_sampler import GpuSampler, uses_nvidia_gpu
 from torchwhere.monitor.host import HostView
 from torchwhere.monitor.single import SingleHost, with_hosts
 from torchwhere.monitor.verdict_output import VerdictOutput, print_error, verdict_key
@@ -54,6 +55,7 @@ class Monitor:
     host: HostView = field(init=False)
     _output: VerdictOutput = field(init=False)
     _snapshot_writer: SnapshotWriter = field(init=False)
+    _gpu_sampler: GpuSampler = field(init=False)
     _has_ended_ranks: bool = False
     _has_unexamined_exit: bool = False
     _exited_at: float = 0.0
@@ -66,6 +68,7 @@ class Monitor:
         self.host = HostView(self.folder, self.launcher)
         self._output = VerdictOutput(self.folder, self.print_verdict, self.print_line)
         self._snapshot_writer = SnapshotWriter(self.folder)
+        self._gpu_sampler = GpuSampler(self.folder)
 
     def watch(self) -> bool:
         """Watch until the job is over. Returns False if a thread still waits for another host."""
@@ -129,6 +132,8 @@ class Monitor:
         is_due = time.monotonic() - self._saved_at > SAVE_S
         if self.host.run is not None and (has_exit or is_due):
             self._save_statuses()
+            if uses_nvidia_gpu(box.meta for box in self.host.run.summaries.values()):
+                self._gpu_sampler.start()
         return has_exit
 
     def _is_stalled(self) -> bool:
@@ -152,6 +157,7 @@ class Monitor:
             stall_s=self.stall_s,
             job_calls=inputs.job_calls,
             ask=self.role.request_stacks,
+            gpus=inputs.gpus,
         )
         verdict = with_hosts(verdict, inputs.run)
         self._write_snapshot(read_ns, read_at)
@@ -200,6 +206,7 @@ class Monitor:
 
     def _finish(self) -> bool:
         self._save_statuses()
+        self._gpu_sampler.stop()
         if not self.role.gives_verdicts:
             self._report(is_last=True)
         elif self._has_unexamined_exit:

@@ -18,6 +18,7 @@ from torchwhere.blackbox.run import BoxRun, RunSummary
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.load import load_calls
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict_text.observers import hosts_text
 
@@ -42,6 +43,7 @@ class Inputs:
     run: RunSummary[Any]
     job_calls: JobCalls | None = None
     saved: SavedStatuses = field(default_factory=dict)
+    gpus: Sequence[HostGpus] = ()  # of other hosts
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@
 #include "device_progress.h"
 #include "modules.h"
 #include "fast_path.h"
+#include "memory.h"
 #include "reductions.h"
 #include "terminate.h"
 #include "thread_track.h"
@@ -32,6 +33,10 @@ PyMethodDef functions[] = {
     {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},
     {"terminate_begin", torchwhere::terminate_begin, METH_O, nullptr},
     {"terminate_end", torchwhere::terminate_end, METH_NOARGS, nullptr},
+    {"memory_begin", torchwhere::memory_begin, METH_VARARGS, nullptr},
+    {"memory_record", torchwhere::memory_record, METH_VARARGS, nullptr},
+    {"memory_now", torchwhere::memory_now, METH_NOARGS, nullptr},
+    {"memory_end", torchwhere::memory_end, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {

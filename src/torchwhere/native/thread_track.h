@@ -5,6 +5,7 @@
 
 #include "box.h"
 #include "device_progress.h"
+#include "memory.h"
 
 namespace torchwhere {
 
@@ -76,6 +77,7 @@ inline void append_to_log(ThreadTrack* track, uint64_t place) {
 }
 
 inline void set_place(ThreadTrack* track, Box* box, uint64_t place, uint64_t t_ns) {
+  leave_place(track->top);
   track->top = place;
   uint64_t* cursor = box->words + track->cursor;
   cursor[CURSOR_PLACE] = place;

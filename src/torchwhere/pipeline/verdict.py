@@ -28,6 +28,8 @@ from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
+from torchwhere.gpus.samples import HostGpus
+from torchwhere.gpus.side_file import read_gpus
 from torchwhere.processes.look import look, merged
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict_text.assemble import verdict_of
@@ -73,15 +75,17 @@ def diagnose_run(
     stall_s: float,
     job_calls: JobCalls | None = None,
     ask: AskForStacks | None = None,
+    gpus: Sequence[HostGpus] = (),
 ) -> Verdict:
     """Diagnose a run that was just read, with the process statuses that monitors saved.
 
     Suspects are asked for their stacks only if something is wrong; `ask` reaches other hosts.
+    `gpus` are those of hosts that do not share the folder.
     """
     job_calls = job_calls if job_calls is not None else calls_of_run(run)
     saved = {rank: status for rank, status in saved.items() if is_of(run, rank, status)}
     summaries = dict(run.summaries) | summaries_of(saved, run)
-    case = _Case(run, job_calls, saved, summaries, stall_s)
+    case = _Case(run, job_calls, saved, summaries, stall_s, (*read_gpus(run.folder), *gpus))
     statuses = case.look_at_processes()
     exited = [rank for rank, status in statuses.items() if status.alive is False]
     _read_again(run, job_calls, exited)
@@ -102,6 +106,7 @@ class _Case:
     saved: SavedStatuses
     summaries: Mapping[int, BoxOrSummary]  # of the boxes, and of ranks that only a monitor saw
     stall_s: float
+    gpus: Sequence[HostGpus]
     _clocks: HostClocks | None = None
 
     def look_at_processes(self, *, stacks: Sequence[int] = ()) -> dict[int, ProcessStatus]:
@@ -138,6 +143,7 @@ class _Case:
             is_suspicion=is_suspicion,
             job_calls=self.job_calls,
             align_clocks=self._align_clocks,
+            gpus=self.gpus,
         )
 
     def _align_clocks(self) -> HostClocks:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -34,11 +35,12 @@ from torchwhere.hooks.groups import WatchedGroups
 from torchwhere.hooks.late_imports import LateImports
 from torchwhere.hooks.layouts import LayoutHook
 from torchwhere.hooks.listeners import Listeners
-from torchwhere.hooks.locate import Locator
+from torchwhere.hooks.locate import Locator, PlaceIds
+from torchwhere.hooks.memory import MemoryHook
 from torchwhere.hooks.modules import ModuleHook
 from torchwhere.hooks.optimizers import OptimizerHook
 from torchwhere.hooks.phases import PhaseRecorder
-from torchwhere.hooks.threads import Threads
+from torchwhere.hooks.threads import Threads, Track
 from torchwhere.model import watched
 from torchwhere.model.module_names import NameTable
 from torchwhere.recorder import identity
@@ -84,6 +86,7 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         graphs = GraphIds(self._box)
         self._device = DeviceHook(self._box)
+        self._memory = MemoryHook(self._box)
         self.collectives = CollectiveRecorder(self._box, locator, graphs, self._device)
         self.recorder = Recorder(
             self._box,
@@ -103,7 +106,7 @@ class Session:
     def _make_module_hooks(self, locator: Locator, module_events: bool) -> None:
         recorder, counter = self.recorder, self._box.counter
         self._reducers = Reducers(locator.names, self._box.native)
-        self._exceptions = ExceptionHook(locator, report=recorder.exception)
+        self._exceptions = ExceptionHook(locator, report=self._on_exception)
         self.modules = ModuleHook(
             self._box,
             locator,
@@ -186,6 +189,7 @@ class Session:
                 remove=self._device.remove,
                 abandon=self._device.abandon,
             ),
+            hook_part("the memory of the device", hook=self._memory),
             part(
                 "the collective hook",
                 install=collectives.install,
@@ -238,6 +242,7 @@ class Session:
             self._exceptions,
             self._collective_hook,
             self._group_creation,
+            self._memory,
         ):
             hook.errors.is_over = True
 
@@ -310,6 +315,14 @@ class Session:
         self._reducers.meet(module)
         self._device.look_for_context()
         self._fast_path.is_paused = True
+        self._memory.begin()
+
+    def _on_exception(
+        self, error: BaseException, track: Track, place_ids: PlaceIds, line: str | None
+    ) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            self._memory.record(track)
+        self.recorder.exception(error, track, place_ids, line)
 
     def _step_ended(self, called_at: LineAndGraph | None) -> None:
         if not self.recorder.step_is_users:
@@ -319,6 +332,7 @@ class Session:
         """Go to another training step."""
         if self._box.native is not None and self._fast_path.next_step(step):
             return
+        self._memory.record(self._threads.here())
         self.recorder.set_step(step, called_at=called_at)
         self.phases.step_begins()
         self.modules.forget_calls()
@@ -342,6 +356,7 @@ class Session:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         self._start_heartbeat(world)
+        self._memory.begin()
         meta = self._box.meta
         fields = {
             "rank": rank,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import device_lanes
+from torchwhere.blackbox.memory import memory_samples
 from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.live.ranks import RankNow
+from torchwhere.gpus.labels import gpu_label, memory_label
+from torchwhere.gpus.samples import Gpu
 from torchwhere.render.lines import Line, plain
 from torchwhere.render.text import events_lines
 from torchwhere.render.top_rows import Charset, age, collective_text, module_text, speed, state_text
@@ -25,10 +28,12 @@ def detail_lines(
     verdict: dict[str, Any] | None,
     width: int,
     charset: Charset,
+    gpus: Sequence[Gpu] = (),
 ) -> Iterator[Line]:
     """The lines of the page. `box` is None if it cannot be read."""
     lines = (
         *_facts(rank),
+        *_gpu_facts(box, gpus),
         *_threads(box),
         *_stack(rank.rank, verdict),
         *_events(box, width),
@@ -75,6 +80,14 @@ def _device_facts(rank: RankNow) -> Iterator[Line]:
         yield _fact("GPU is", device.behind_text())
     if device.pending and device.looked_ns:
         yield _fact("GPU age", age(max(0, device.looked_ns - device.t_ns) / 1e9))
+
+
+def _gpu_facts(box: Box | None, gpus: Sequence[Gpu]) -> Iterator[Line]:
+    samples = memory_samples(box) if box is not None else []
+    if samples:
+        yield _fact("memory", memory_label(samples[-1]))
+    for gpu in gpus:
+        yield _fact("device", gpu_label(gpu))
 
 
 def _fact(name: str, text: object) -> Line:

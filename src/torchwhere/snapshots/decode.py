@@ -52,6 +52,7 @@ from torchwhere.snapshots.encode import (
     VERSION,
     HostSnapshot,
 )
+from torchwhere.snapshots.gpu_state import decode_devices, decode_gpus
 
 _MAX_UNPACKED = 64 << 20
 _MAX_CREATED = 64  # ranks of a group that is being created
@@ -114,6 +115,7 @@ def _snapshot(data: bytes) -> HostSnapshot:
         is_cut=bool_(head["is_cut"]),
         ahead_ns=ahead_ns,
         read_ns=max(0, int_(head.get("read_ns", 0)) - ahead_ns),
+        gpus=decode_gpus(head.get("gpus"), ahead_ns),
     )
 
 
@@ -287,6 +289,7 @@ def _box_summary(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
         "started_ns": int_(meta.get("started_ns", 0)) - ahead_ns,
         "folder": text_(meta.get("folder", "")),
         "counted": {text_(name): int_(count) for name, count in counted.items()},
+        "devices": decode_devices(meta.get("devices", [])),
         "source_host": host,  # not "host": its process is not visible here
     }
     return BoxSummary(

@@ -26,6 +26,7 @@ from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice
 from torchwhere.diagnose.calls.keys import CallSite
+from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.device_state import encode_device
 
@@ -39,7 +40,17 @@ MOST_BYTES = 4 << 20  # of a snapshot
 _STREAM_CALLS = 8  # of each stream, even if they are old
 _MAX_TEXT = 2000  # of an exception
 _MAX_FIELDS = 8
-_META_KEYS = ("rank", "world_size", "run_id", "store", "restart", "started_ns", "folder", "counted")
+_META_KEYS = (
+    "rank",
+    "world_size",
+    "run_id",
+    "store",
+    "restart",
+    "started_ns",
+    "folder",
+    "counted",
+    "devices",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ class HostSnapshot:
     is_cut: bool = False  # a rank has issued more calls than the snapshot holds
     ahead_ns: int = 0  # how far its clock is ahead of the reader's clock
     read_ns: int = 0  # its wall clock when the boxes were read
+    gpus: HostGpus | None = None  # as its monitor sampled them
 
 
 def recent_calls(boxes: Iterable[Box], *, calls: int = CALLS) -> tuple[CallBatch, bool]:
@@ -169,6 +181,7 @@ def _head(snapshot: HostSnapshot, arrays: Sequence[npt.NDArray[Any]]) -> dict[st
         "is_cut": snapshot.is_cut,
         "ahead_ns": snapshot.ahead_ns,
         "read_ns": snapshot.read_ns,
+        "gpus": snapshot.gpus.to_dict() if snapshot.gpus is not None else None,
         "statuses": {rank: seen.to_dict() for rank, seen in snapshot.statuses.items()},
         "arrays": [[array.dtype.itemsize, array.size] for array in arrays],
         "groups": [_group(group) for group in batch.groups],

@@ -16,6 +16,9 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import read_box
 from torchwhere.core.errors import TorchwhereError, nothing_recorded
 from torchwhere.diagnose.live.run import RunNow
+from torchwhere.gpus.match import gpus_of
+from torchwhere.gpus.samples import Gpu
+from torchwhere.gpus.side_file import read_gpus
 from torchwhere.render.lines import Line
 from torchwhere.render.screen import Screen, has_colour, is_ascii
 from torchwhere.render.top import body_height, screen_lines
@@ -54,6 +57,7 @@ class TopApp:
         self._view, self._charset = TopView(), Charset(is_ascii=is_ascii())
         self._run = RunNow(str(folder), time.time_ns())
         self._box: tuple[int, float, Box | None] = (-1, 0.0, None)  # rank, when it was read, box
+        self._gpus: list[Gpu] = []  # of that rank
 
     def close(self) -> None:
         self._doctor.close()
@@ -99,12 +103,14 @@ class TopApp:
             return [[(f"rank {number} is no longer in the run", "bold")]]
         if self._box[0] != number or (now > self._box[1] + _READ_S and not self._view.is_paused):
             self._box = number, now, self._read(number)
+            self._gpus = gpus_of(rank.live_box.meta, read_gpus(self._poller.folder))
         lines = detail_lines(
             rank,
             self._box[2],
             verdict=self._doctor.verdict,
             width=width,
             charset=self._charset,
+            gpus=self._gpus,
         )
         return list(lines)
 

@@ -31,7 +31,8 @@ Numbers = npt.NDArray[np.int64]
 Patterns = tuple[re.Pattern[str], ...]
 
 _TEXTS = tuple(int(kind) for kind in TEXT_FIELD)
-_COMPILES = (int(Kind.COMPILE_BEGIN), int(Kind.COMPILE_END))  # recompilation depends on the data
+# these depend on the data: recompilation, and the memory of the device
+_DATA_DEPENDENT = (int(Kind.COMPILE_BEGIN), int(Kind.COMPILE_END), int(Kind.MEMORY))
 _IDENTITY = ("kind", "pass", "module", "call", "line", "subject", "beneficiary", "param")
 
 
@@ -122,7 +123,7 @@ class _Reader:
         threads = self._threads_in_order(records)
         at = np.flatnonzero(
             np.isin(records["thread"], threads)
-            & ~np.isin(records["kind"], _COMPILES)
+            & ~np.isin(records["kind"], _DATA_DEPENDENT)
             & (records["step"] != NO_STEP)
         )
         streams, flow, value = self._columns(records[at])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -22,6 +22,7 @@ from torchwhere.diagnose.doctor.stacks import Hold, holding, is_in_collective, u
 from torchwhere.diagnose.doctor.timing import Timing
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait, waiting_for
+from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
 
 _HEARTBEAT_STOPPED_S = 3.0
@@ -54,6 +55,7 @@ class Context:
     waits: Mapping[int, Wait]
     align_clocks: Callable[[], HostClocks]  # of the hosts; called only if they are compared
     is_suspicion: bool = False  # the suspects have not been asked for their stacks yet
+    gpus: Sequence[HostGpus] = ()  # as monitors sampled them
 
     def status(self, rank: int) -> ProcessStatus:
         return self.exits.status(rank)

@@ -6,7 +6,7 @@ process or file, except the boxes of ranks that are late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.rules import RULES
 from torchwhere.diagnose.doctor.timing import Timing
 from torchwhere.diagnose.doctor.waits import Wait, waits
+from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
 
 
@@ -42,6 +43,7 @@ def examine(
     is_suspicion: bool = False,
     job_calls: JobCalls | None = None,
     align_clocks: Callable[[], HostClocks] = lambda: UNALIGNED,
+    gpus: Sequence[HostGpus] = (),
 ) -> Diagnosis:
     """Find what is wrong with a run.
 
@@ -53,6 +55,7 @@ def examine(
         is_suspicion: Whether this is preliminary, before the suspects were asked for their stacks.
         job_calls: The calls of the boxes, if they have been loaded already.
         align_clocks: Aligns the clocks of the hosts; called only if a rule compares them.
+        gpus: The GPUs of the hosts, as monitors sampled them.
     """
     job_calls = rebase_numbers(job_calls if job_calls is not None else calls_of_run(run))
     ended_externally = interrupted(job_calls, waited_s=min(ENDED_S, stall_s / 2))
@@ -65,6 +68,7 @@ def examine(
         _waits(job_calls, exits),
         align_clocks,
         is_suspicion,
+        gpus,
     )
     findings = (rule(context) for rule in RULES)
     return Diagnosis(context, next(finding for finding in findings if finding is not None))

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.core.events import Event
+from torchwhere.core.events import Event, Kind
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.stream_calls import StreamCalls
@@ -378,6 +378,7 @@ def _where(
         if not len(gaps) or at >= len(box.records):
             continue
         end = begin + int(gaps.argmax()) + 1
+        end += int(box.records["kind"][end] == Kind.MEMORY)  # written with the end of the step
         earlier, later = box.event(end - 1), box.event(end)
         phase = earlier.fields.get("phase") if earlier.kind == "phase_begin" else None
         spans[_moment(earlier), _moment(later), phase] += 1

@@ -6,16 +6,20 @@ report of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.memory import memory_samples
 from torchwhere.blackbox.run import RunSummary, read_again
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.report.texts import cut, event_text, milliseconds, place_text
+from torchwhere.gpus.labels import gpu_label, memory_label
+from torchwhere.gpus.match import gpus_of
+from torchwhere.gpus.samples import HostGpus
 
 MOST_RANKS = 64
 _MOST_CULPRITS = 32
@@ -30,6 +34,8 @@ class Detail:
     report: RankReport | None
     # ms before the newest record of all ranks, kind, text, place
     events: tuple[tuple[float, str, str, str], ...]
+    memory: str | None = None  # of its device, at the end of its last step
+    gpus: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         report = self.report
@@ -37,6 +43,8 @@ class Detail:
             "stack": [cut(line) for line in report.stack[:_MOST_STACK]] if report else [],
             "detail": cut(report.detail) if report and report.detail is not None else None,
             "events": [list(event) for event in self.events],
+            "memory": self.memory,
+            "gpus": [cut(gpu) for gpu in self.gpus],
             "report": _cut_all(report.to_dict() | {"stack": []}) if report else None,
         }
 
@@ -78,12 +86,27 @@ def read_boxes(run: RunSummary[Any], ranks: Iterable[int]) -> dict[int, Box]:
 
 
 def details(
-    boxes: Mapping[int, Box], verdict: Verdict, when: HostClocks, *, newest_ns: int
+    boxes: Mapping[int, Box],
+    verdict: Verdict,
+    when: HostClocks,
+    *,
+    newest_ns: int,
+    gpus: Sequence[HostGpus] = (),
 ) -> dict[int, Detail]:
     return {
-        rank: Detail(verdict.ranks.get(rank), _last_events(box, when, newest_ns))
+        rank: Detail(
+            verdict.ranks.get(rank),
+            _last_events(box, when, newest_ns),
+            _memory(box),
+            tuple(map(gpu_label, gpus_of(box.meta, gpus))),
+        )
         for rank, box in sorted(boxes.items())
     }
+
+
+def _memory(box: Box) -> str | None:
+    samples = memory_samples(box)
+    return memory_label(samples[-1]) if samples else None
 
 
 def _last_events(

@@ -36,6 +36,7 @@ from torchwhere.diagnose.report.phase_heat import PhaseHeat, phase_heat
 from torchwhere.diagnose.report.ranks import Ranks, newest_ns, ranks
 from torchwhere.diagnose.report.steps import Steps, steps
 from torchwhere.diagnose.report.texts import cut
+from torchwhere.gpus.side_file import read_gpus
 
 VERSION = 1
 _MOST_LAYOUTS = 256
@@ -121,7 +122,13 @@ def make_report(
         made_at=made_at if made_at is not None else datetime.now(UTC),
         verdict=verdict,
         ranks=ranks(run, job_calls, verdict, when),
-        details=details(near, verdict, when, newest_ns=newest_ns(run, when)),
+        details=details(
+            near,
+            verdict,
+            when,
+            newest_ns=newest_ns(run, when),
+            gpus=read_gpus(run.folder),
+        ),
         modules=modules(job_calls, boxes),
         collectives=streams(job_calls, verdict, when),
         steps=steps(job_calls, boxes, verdict, when),

@@ -11,8 +11,10 @@ from typing import Any
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.device_memory import OutOfDeviceMemory, out_of_device_memory
 from torchwhere.diagnose.doctor.examine import Diagnosis
 from torchwhere.diagnose.doctor.finding import Cause, Finding, shown_fields
+from torchwhere.diagnose.doctor.gpu_evidence import GpuEvidence, gpu_evidence
 from torchwhere.diagnose.doctor.rules.alltoall_splits import UnmatchedSplits
 from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
 from torchwhere.diagnose.doctor.rules.device_hang import (
@@ -64,6 +66,8 @@ from torchwhere.render.verdict_text import (
     no_fault,
     straggler,
 )
+from torchwhere.render.verdict_text.gpu import gpu_text, unknown_gpu_text
+from torchwhere.render.verdict_text.memory import out_of_memory_text
 from torchwhere.render.verdict_text.rank_details import detail_text
 
 
@@ -71,21 +75,26 @@ def verdict_of(diagnosis: Diagnosis) -> Verdict:
     """The verdict on what the doctor found."""
     context, finding = diagnosis.context, diagnosis.finding
     call, job_calls = finding.call, context.job_calls
+    evidence, unknown_gpus = gpu_evidence(context, finding)
+    is_dead = finding.kind is VerdictKind.DEAD
+    memory_errors = out_of_device_memory(context, finding.culprits) if is_dead else []
     return Verdict(
         kind=finding.kind,
         culprits=finding.culprits,
         collective=call.to_dict(job_calls) if call is not None else None,
         ranks={rank: _report(context, finding, rank) for rank in job_calls.by_rank},
         last_common=call.previous_to_dict(job_calls) if call is not None else None,
-        missing_data=tuple(_missing_data(context)),
+        missing_data=(*_missing_data(context), *unknown_gpu_text(unknown_gpus)),
         certainty=finding.certainty,
         stalled_s=finding.stalled_s,
         explanation=(
             *explain(finding.cause, context),
             *_reactions_text(finding, context),
+            *out_of_memory_text(memory_errors),
+            *gpu_text(evidence),
             *_external_end_text(context, finding.kind),
         ),
-        facts=_facts(finding, context),
+        facts=_facts(finding, context) | _evidence_facts(evidence, memory_errors),
     )
 
 
@@ -122,6 +131,17 @@ def _facts(finding: Finding, context: Context) -> dict[str, Any]:
         return facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
     if isinstance(finding.cause, LateRanks):
         return facts | straggler.late_ranks_facts(finding.cause)
+    return facts
+
+
+def _evidence_facts(
+    evidence: list[GpuEvidence], memory_errors: list[OutOfDeviceMemory]
+) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    if evidence:
+        facts["gpus"] = [gpu.to_dict() for gpu in evidence]
+    if memory_errors:
+        facts["out_of_memory"] = [error.to_dict() for error in memory_errors]
     return facts
 
 

@@ -100,6 +100,8 @@ function rankFacts(report, at, details) {
     ["behind", behind.filter(Boolean).join(" and ")],
     ["last call", last ? [name(last), number === null ? "" : ` #${number}`] : null],
     ["last record", ageText(ranks.age_ms[at])],
+    ["memory", details && details.memory ? name(details.memory, { mono: false }) : null],
+    ["device", (details && details.gpus ? details.gpus : []).map((gpu) => [name(gpu, { mono: false }), "  "])],
     ["host", [name(ranks.hosts[ranks.host[at]]), ranks.pid[at] === null ? "" : `, pid ${ranks.pid[at]}`]],
     [
       "groups",

@@ -1,0 +1,224 @@
+"""What NVML knows about the GPUs of ranks: clocks, slowdowns, errors.
+
+Takes the samples that monitors saved (`gpus/`) and the ranks that a finding blames. A box names the
+device of its rank by UUID. Only samples from the time of the run count: before and after it a GPU
+is idle. A slowdown counts if it lasted for most of the last samples, and if the GPUs of other ranks
+run faster: under full load a power cap slows down all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from statistics import median
+from typing import Any, NamedTuple
+
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.finding import Finding
+from torchwhere.diagnose.doctor.verdict import VerdictKind
+from torchwhere.gpus.match import devices_of, gpu_of, gpus_of, host_name, host_of
+from torchwhere.gpus.samples import Gpu, GpuSample, bare_uuid
+
+_MOST_RANKS = 4
+_MOST_DEVICES = 4  # of a rank
+_RECENT = 12  # samples
+_SETTLE_NS = 2_000_000_000  # after the last sign of life of a rank
+_SLOWER = 0.9  # of the clock of other GPUs
+_SILENT_S = 20.0  # four intervals without a sample
+# These always slow down a GPU. A power cap or a setting may be the same for all GPUs.
+_FAULTS = (
+    "hw_slowdown",
+    "hw_thermal_slowdown",
+    "sw_thermal_slowdown",
+    "hw_power_brake_slowdown",
+)
+_LIMITS = ("sw_power_cap", "applications_clocks", "sync_boost")
+
+
+class NoGpuData(StrEnum):
+    """Why nothing is known about the GPU of a rank, beside the problems of NVML itself."""
+
+    NOT_NAMED = "not_named"  # its box does not name the device
+    NOT_SAMPLED = "not_sampled"  # no monitor of its host has saved samples
+    NOT_LISTED = "not_listed"  # NVML does not list the device
+    NOT_NVIDIA = "not_nvidia"
+
+
+class UnknownGpu(NamedTuple):
+    """A rank whose GPU is unknown, and why: a value of `NoGpuData` or of `Problem`."""
+
+    rank: int
+    host: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEvidence:
+    """The GPU of one rank, as NVML saw it during the run."""
+
+    rank: int
+    host: str
+    gpu: Gpu
+    is_instance: bool  # the rank has a MIG instance of it
+    shared_with: tuple[int, ...]  # other ranks on the same GPU
+    sample: GpuSample | None
+    slowdowns: tuple[str, ...]  # reasons, if they explain why it is slow
+    others_mhz: int | None  # SM clock of the GPUs of other ranks
+    xids: tuple[int, ...]  # since the start of the run
+    ecc_errors: int  # uncorrected, since the start of the monitor
+    silent_s: float | None  # NVML did not answer for so long before the end
+
+    @property
+    def has_error(self) -> bool:
+        return bool(self.xids or self.ecc_errors)
+
+    def to_dict(self) -> dict[str, Any]:
+        sample = self.sample
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "index": self.gpu.index,
+            "uuid": self.gpu.uuid,
+            "name": self.gpu.name,
+            "mig": self.is_instance,
+            "shared_with": list(self.shared_with),
+            "sm_mhz": sample.sm_mhz if sample is not None else None,
+            "sm_max_mhz": self.gpu.sm_max_mhz,
+            "others_sm_mhz": self.others_mhz,
+            "temperature_c": sample.temperature_c if sample is not None else None,
+            "power_w": sample.power_w if sample is not None else None,
+            "power_limit_w": sample.power_limit_w if sample is not None else None,
+            "slowdowns": list(self.slowdowns),
+            "xids": list(self.xids),
+            "ecc_errors": self.ecc_errors,
+            "silent_s": self.silent_s,
+        }
+
+
+def gpu_evidence(context: Context, finding: Finding) -> tuple[list[GpuEvidence], list[UnknownGpu]]:
+    """The GPUs of the ranks that a finding blames; if it blames none, those with errors.
+
+    Clocks say something only about a rank that is slow and a device that hangs.
+    """
+    if finding.kind is VerdictKind.HEALTHY:
+        return [], []
+    is_on_device = bool(finding.facts.get("on_device"))
+    gpus = RankGpus(context)
+    evidence: list[GpuEvidence] = []
+    unknown: list[UnknownGpu] = []
+    for rank in finding.culprits or context.run.summaries:
+        for entry in gpus.of(rank):
+            if isinstance(entry, UnknownGpu):
+                unknown.append(entry)
+            elif entry.has_error or (rank in finding.culprits and _is_why(finding, entry)):
+                evidence.append(entry)
+    return evidence[:_MOST_RANKS], unknown[:_MOST_RANKS] if is_on_device else []
+
+
+def _is_why(finding: Finding, evidence: GpuEvidence) -> bool:
+    """Whether the clocks of a GPU matter. They do on a device that is slow or hangs, even if
+    nothing is wrong with them."""
+    if finding.facts.get("on_device"):
+        return True
+    return finding.kind is VerdictKind.STRAGGLER and bool(evidence.slowdowns)
+
+
+@dataclass(frozen=True)
+class RankGpus:
+    """The GPUs of all ranks of a run."""
+
+    context: Context
+
+    def of(self, rank: int) -> Iterator[GpuEvidence | UnknownGpu]:
+        """What is known about each device of a rank."""
+        meta = self._meta(rank)
+        host = host_name(meta)
+        devices, host_gpus = devices_of(meta), host_of(meta, self.context.gpus)
+        if not devices:
+            yield UnknownGpu(rank, host, NoGpuData.NOT_NAMED)
+        for device in devices[:_MOST_DEVICES]:
+            if device.get("type") != "cuda" or device.get("hip"):
+                yield UnknownGpu(rank, host, NoGpuData.NOT_NVIDIA)
+                continue
+            if host_gpus is None:
+                yield UnknownGpu(rank, host, NoGpuData.NOT_SAMPLED)
+                continue
+            gpu = gpu_of(device, host_gpus)
+            if gpu is None:
+                yield UnknownGpu(rank, host, host_gpus.problem or NoGpuData.NOT_LISTED)
+            else:
+                yield self._evidence(rank, host, gpu, uuid=bare_uuid(device.get("uuid")))
+
+    def _evidence(self, rank: int, host: str, gpu: Gpu, *, uuid: str) -> GpuEvidence:
+        begin_ns, end_ns = self._span_ns(rank)
+        samples = _during(gpu, begin_ns, end_ns)
+        ranks = self._gpus_by_rank
+        others = {other.uuid: other for other in ranks.values() if other is not gpu}.values()
+        recent = [_during(other, begin_ns, end_ns)[-1:] for other in others]
+        clocks = [sample.sm_mhz for (sample,) in filter(None, recent) if sample.sm_mhz is not None]
+        others_mhz = int(median(clocks)) if clocks else None
+        sample, slowdowns = _slowdown(samples, others_mhz)
+        last_ns = samples[-1].t_ns if samples else None
+        silent_s = (end_ns - last_ns) / 1e9 if last_ns is not None else None
+        eccs = [sample.ecc_uncorrected for sample in gpu.samples if sample.ecc_uncorrected]
+        return GpuEvidence(
+            rank=rank,
+            host=host,
+            gpu=gpu,
+            is_instance=uuid in gpu.instances,
+            shared_with=tuple(
+                other for other, used in ranks.items() if used is gpu and other != rank
+            ),
+            sample=sample,
+            slowdowns=slowdowns,
+            others_mhz=others_mhz,
+            xids=tuple(xid.number for xid in gpu.xids if xid.t_ns >= begin_ns),
+            ecc_errors=max(0, max(eccs, default=0) - (gpu.ecc_at_start or 0)),
+            silent_s=silent_s if silent_s is not None and silent_s > _SILENT_S else None,
+        )
+
+    @cached_property
+    def _gpus_by_rank(self) -> dict[int, Gpu]:
+        """The first GPU of each rank that has one."""
+        gpus = {rank: self._gpus(rank)[:1] for rank in self.context.run.summaries}
+        return {rank: gpu for rank, first in gpus.items() for gpu in first}
+
+    def _gpus(self, rank: int) -> list[Gpu]:
+        return gpus_of(self._meta(rank), self.context.gpus)
+
+    def _meta(self, rank: int) -> dict[str, Any]:
+        box = self.context.run.summaries.get(rank)
+        return box.meta if box is not None else {}
+
+    def _span_ns(self, rank: int) -> tuple[int, int]:
+        """When a rank began, and its last sign of life."""
+        box = self.context.run.summaries[rank]
+        started = box.meta.get("started_ns")
+        return started if isinstance(started, int) else 0, max(box.last_ns, box.beat_ns)
+
+
+def _during(gpu: Gpu, begin_ns: int, end_ns: int) -> list[GpuSample]:
+    return [sample for sample in gpu.samples if begin_ns <= sample.t_ns <= end_ns + _SETTLE_NS][
+        -_RECENT:
+    ]
+
+
+def _slowdown(
+    samples: Sequence[GpuSample], others_mhz: int | None
+) -> tuple[GpuSample | None, tuple[str, ...]]:
+    """The sample to show, and the reasons that most samples give, if the GPU is slow."""
+    if not samples:
+        return None, ()
+    slow = [sample for sample in samples if set(sample.reasons or ()) & {*_FAULTS, *_LIMITS}]
+    if 2 * len(slow) <= len(samples):
+        return samples[-1], ()
+    shown = slow[-1]
+    is_slower = (
+        shown.sm_mhz is not None and others_mhz is not None and shown.sm_mhz < _SLOWER * others_mhz
+    )
+    reasons = shown.reasons or ()
+    faults = tuple(reason for reason in _FAULTS if reason in reasons)
+    limits = tuple(reason for reason in _LIMITS if reason in reasons)
+    return shown, faults or (limits if is_slower else ())
