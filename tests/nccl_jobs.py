@@ -210,6 +210,40 @@ def skipped() -> None:
         pause()
 
 
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+def replay(*, skipped_step: int | None) -> None:
+    """A CUDA graph with two all-reduces, replayed once a step."""
+    x = torch.ones(1 << 12, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # NCCL connects outside a capture
+        dist.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 0.5
+        dist.all_reduce(y)
+        dist.all_reduce(y, op=dist.ReduceOp.MAX)
+        x.copy_(y * 0.5)
+    for step in range(2000):
+        if dist.get_rank() != VICTIM or step != skipped_step:
+            graph.replay()
+        if step % 10 == 9:
+            x.sum().item()
+        pause()
+
+
+@job("healthy", culprits=())
+def replay_healthy() -> None:
+    replay(skipped_step=None)
+
+
+@job("mismatch")
+def replay_skipped() -> None:
+    """One replay fewer."""
+    replay(skipped_step=20)
+
+
 # -- one rank --------------------------------------------------------------------------------------
 
 

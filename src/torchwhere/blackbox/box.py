@@ -30,7 +30,7 @@ from torchwhere.blackbox.file_format import (
 )
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.blackbox.string_table import json_int, json_object, json_value
-from torchwhere.core.events import TEXT_FIELD, Event, Kind
+from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind
 from torchwhere.core.place import PASS_LABELS, Certainty, Place
 from torchwhere.core.results import Shown
 
@@ -270,12 +270,22 @@ class Box(Shown):
             return {"phase": self.name(int(row["subject"]))}
         if kind is Kind.PHASE_END:
             return {"phase": self.name(int(row["subject"])), "duration_ns": int(row["extra"])}
+        if kind in CUDA_GRAPH_KINDS:
+            return self._cuda_graph_fields(kind, row)
         if kind in (Kind.OPTIMIZER, Kind.COMPILE_END):
             return {"what": self.name(int(row["subject"]))}
         if kind is Kind.COMPILE_BEGIN:
             fields = json_object(self.text(int(row["extra"]))) if row["extra"] else {}
             return {"what": self.name(int(row["subject"]))} | fields
         return {}
+
+    def _cuda_graph_fields(self, kind: Kind, row: Any) -> dict[str, Any]:
+        """The CUDA graph and its number of collectives; None for what is unknown."""
+        graph = self.value(int(row["subject"]))
+        fields = graph if isinstance(graph, dict) else {"cuda_graph": None, "captured_at": None}
+        if kind is Kind.CAPTURE_BEGIN:
+            return dict(fields)
+        return fields | {"collectives": int(row["extra"]) if row["subject"] else None}
 
     def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
         """The JSON object of a text: the text itself and its fields. A text that was cut is no JSON
@@ -298,6 +308,8 @@ class Box(Shown):
         fields["number"] = int(row["extra"])
         fields["for"] = self.value(int(row["beneficiary"])) if row["beneficiary"] else None
         fields["async"] = bool(row["flags"] & file_format.FLAG_ASYNC)
+        if row["flags"] & file_format.FLAG_REPLAYED:
+            fields["replayed"] = True
         return fields
 
     def cursors(self) -> list[Cursor]:

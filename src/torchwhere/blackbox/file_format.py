@@ -108,6 +108,7 @@ FLAG_ASYNC = 1
 FLAG_INFERRED = 2
 FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
+FLAG_REPLAYED = 16
 
 
 class Record(NamedTuple):
@@ -146,6 +147,7 @@ class EntryType(IntEnum):
     PHASE = 10  # name of a phase
     PHASE_PATH = 11  # JSON: the path of a phase, outermost name first
     LAYOUT = 12  # a part of a layout of the watched models, compressed JSON
+    CUDA_GRAPH = 16  # JSON object: a CUDA graph that was captured
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,9 +209,9 @@ def _signature(value: Any, groups: int) -> Signature:
 
 
 def _call_site(value: Any) -> CallSite:
-    module, pass_, line, beneficiary, call, graph, thread, certainty, param, is_async, is_shadow = (
-        value
-    )
+    module, pass_, line, beneficiary, call, graph, thread, certainty, param, *flags = value
+    is_async, is_shadow, *later = flags
+    (is_replayed,) = later or [False]  # a snapshot from before this field lacks it
     site_id = (
         text_or_none(module),
         int_(pass_, high=256),
@@ -227,6 +227,7 @@ def _call_site(value: Any) -> CallSite:
         text_or_none(param),
         bool_(is_async),
         bool_(is_shadow),
+        bool_(is_replayed),
     )
 
 
