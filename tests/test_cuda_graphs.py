@@ -74,13 +74,6 @@ def numbers(folder: Path) -> list[tuple[Any, Any, bool]]:
     ]
 
 
-@pytest.fixture
-def one_rank() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_a_replay_counts_the_collectives_of_its_graph(one_rank: None, tmp_path: Path) -> None:
     """A captured collective is not issued at the capture, and is issued once by each replay, in
     order, with the line of the capture; eager collectives between replays keep their numbers."""
