@@ -50,7 +50,8 @@ class CudaGraphRecorder:
     def capture_begins(self, captured: CapturedGraph) -> None:
         """Record that a capture has begun on the current stream."""
         self._collectives.choose_kernel()
-        frame = python_stack.caller(0)
+        # the caller's frame: a frame that holds itself keeps the graph alive until a collection
+        frame = python_stack.caller(1)
         line, _ = self._recorder.line_and_graph(frame)
         captured.captured_at = self._recorder.locator.text_of(line)
         captured.device = _current_device()
@@ -79,7 +80,7 @@ class CudaGraphRecorder:
             return []
         t_ns, track = time.monotonic_ns(), self._here()
         place_ids = self._recorder.locator.place_ids(track)
-        line, graph = self._recorder.line_and_graph(python_stack.caller(0))
+        line, graph = self._recorder.line_and_graph(python_stack.caller(1))
         number = self._box.record(
             _REPLAY,
             t_ns,

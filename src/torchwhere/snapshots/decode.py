@@ -250,6 +250,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
         device=decode_device(data.get("device"), ahead_ns, place=_place),
         is_compiling=bool_(data["is_compiling"]),
+        has_unknown_replays=bool_(data.get("has_unknown_replays", False)),
         last_line=text_or_none(data["last_line"]),
         steppers=tuple(map(text_, list_(data["steppers"], most=256))),
         steps_per_s=or_none(float_, data["steps_per_s"]),
