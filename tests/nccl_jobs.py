@@ -24,6 +24,7 @@ from torch import nn
 
 VICTIM = 2
 FAULTY_STEP = 6
+REPLAYED_STEP = 20  # the faulty step of jobs that replay a CUDA graph
 CYCLES_PER_S = 1.8e9
 ENDLESS = int(25 * CYCLES_PER_S)
 SIZE = 256
@@ -213,8 +214,9 @@ def skipped() -> None:
 # -- CUDA graphs -----------------------------------------------------------------------------------
 
 
-def replay(*, skipped_step: int | None) -> None:
-    """A CUDA graph with two all-reduces, replayed once a step."""
+def replay(before_replay: Callable[[int], bool] = lambda step: True) -> None:
+    """A CUDA graph with two all-reduces, replayed once a step unless `before_replay` is false on
+    one rank."""
     x = torch.ones(1 << 12, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):  # NCCL connects outside a capture
         dist.all_reduce(x)
@@ -226,7 +228,7 @@ def replay(*, skipped_step: int | None) -> None:
         dist.all_reduce(y, op=dist.ReduceOp.MAX)
         x.copy_(y * 0.5)
     for step in range(2000):
-        if dist.get_rank() != VICTIM or step != skipped_step:
+        if dist.get_rank() != VICTIM or before_replay(step):
             graph.replay()
         if step % 10 == 9:
             x.sum().item()
@@ -235,13 +237,25 @@ def replay(*, skipped_step: int | None) -> None:
 
 @job("healthy", culprits=())
 def replay_healthy() -> None:
-    replay(skipped_step=None)
+    replay()
 
 
 @job("mismatch")
 def replay_skipped() -> None:
     """One replay fewer."""
-    replay(skipped_step=20)
+    replay(lambda step: step != REPLAYED_STEP)
+
+
+@job("missing", on_device=True)
+def replay_endless() -> None:
+    """A kernel that does not end, before a replay."""
+    replay(lambda step: step != REPLAYED_STEP or torch.cuda._sleep(ENDLESS) is None)
+
+
+@job("missing")
+def replay_stuck() -> None:
+    """A CPU that does not come to its next replay."""
+    replay(lambda step: step != REPLAYED_STEP or time.sleep(600) is None)
 
 
 # -- one rank --------------------------------------------------------------------------------------

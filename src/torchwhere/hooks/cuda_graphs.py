@@ -24,6 +24,7 @@ import torch
 from torchwhere.hooks import _torch
 from torchwhere.hooks.device import DeviceMark
 from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.groups import StreamCounter
 from torchwhere.hooks.shown_frames import shown_as
 
 _METHODS = ("capture_begin", "capture_end", "replay", "reset")
@@ -33,6 +34,7 @@ class CapturedCollective(NamedTuple):
     """One collective of a graph: all fields of its record that are the same in each replay."""
 
     call: Any  # a `CollectiveCall` without its stack, which holds objects of the job
+    stream: StreamCounter
     pass_: int
     flags: int
     others: tuple[int, ...]  # the fields of the record from `module` to `param`

@@ -231,6 +231,7 @@ class CollectiveRecorder:
         captured.collectives.append(
             CapturedCollective(
                 call._replace(stack=python_stack.Stack(), bucket=None),
+                call.stream,
                 place_ids.pass_,
                 place_ids.flags | call.flags | FLAG_REPLAYED,
                 (
@@ -248,25 +249,33 @@ class CollectiveRecorder:
     def replay(self, captured: CapturedGraph, track: Track, t_ns: int) -> dict[int, int]:
         """Record the collectives of a CUDA graph that is about to be replayed.
 
-        Returns the number of collectives that were issued in each stream of the graph, including
-        these, by the counter of the stream; -1 is the key of streams without a counter.
+        Costs about half a microsecond for each collective. Returns the number of collectives that
+        were issued in each stream of the graph, including these, by the counter of the stream; -1
+        is the key of streams without a counter.
         """
-        record, words, step = self._box.record, self._box.words, self._counter.step
-        lasts: dict[int, tuple[int, int]] = {}  # counter to number in the stream, and record
-        for call, pass_, flags, others in captured.collectives:
-            index = next(call.stream.numbers)
-            number = record(_COLLECTIVE, t_ns, pass_, flags, track.number, step, *others, index)
-            lasts[-1 if call.stream.counter is None else call.stream.counter] = index, number
-            self._last.append((number, call.op.name, index, call.group.desc))
-            for tap in self._taps:
-                tap(number, call)
-        for counter, (index, number) in lasts.items():
-            words[track.cursor + CURSOR_RECORD] = number
-            if counter >= 0:
+        record, words, taps = self._box.record, self._box.words, self._taps
+        thread, step, number = track.number, self._counter.step, 0
+        lasts: dict[int | None, tuple[int, int]] = {}  # counter to number in the stream, and record
+        recent: deque[tuple[int, int, CollectiveCall]] = deque(maxlen=_REMEMBERED)
+        for call, stream, pass_, flags, others in captured.collectives:
+            index = next(stream.numbers)
+            number = record(_COLLECTIVE, t_ns, pass_, flags, thread, step, *others, index)
+            lasts[stream.counter] = index, number
+            recent.append((number, index, call))
+            if taps:
+                for tap in taps:
+                    tap(number, call)
+        for counter, (index, last) in lasts.items():
+            if counter is not None:
                 words[counter + COUNTER_COUNT] = index + 1
                 words[counter + COUNTER_TIME] = t_ns
-                words[counter + COUNTER_RECORD] = number
-        return {counter: index + 1 for counter, (index, _) in lasts.items()}
+                words[counter + COUNTER_RECORD] = last
+        if recent:
+            words[track.cursor + CURSOR_RECORD] = number
+        self._last.extend(
+            (number, call.op.name, index, call.group.desc) for number, index, call in recent
+        )
+        return {-1 if counter is None else counter: last[0] + 1 for counter, last in lasts.items()}
 
     # -- buckets of DDP ----------------------------------------------------------------------------
 
