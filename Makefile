@@ -42,7 +42,7 @@ test-native: $(VENV)/tested
 
 # Four NCCL ranks on one GPU; skipped where there is none.
 test-gpu: $(VENV)/tested
-	$(BIN)/python -m pytest -q -rs tests/test_gpu.py tests/test_cuda.py
+	$(BIN)/python -m pytest -q -rs tests/test_gpu.py tests/test_gpu_graphs.py tests/test_cuda.py
 
 check: $(VENV)/tested
 	$(BIN)/ruff format --check .

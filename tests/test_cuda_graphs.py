@@ -163,8 +163,8 @@ def test_a_graph_from_before_the_watch(
         " collectives are not recorded. Start the watch before the capture to record them."
     )
     assert (
-        "rank 0 replayed CUDA graphs that were captured before the watch: their collectives were"
-        " not recorded"
+        "the collectives in CUDA graphs that were captured before the watch, and that rank 0"
+        " replayed"
     ) in diagnose_folder(tmp_path).missing_data
 
 
@@ -341,7 +341,24 @@ def test_a_skipped_replay(four_ranks: Pool, tmp_path: Path) -> None:
     four_ranks.run(job, str(tmp_path), SKIPPED_STEP)
     verdict = diagnose_folder(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
-    print("\n".join(verdict.explanation))
+    captured, replayed = (
+        f"{Path(__file__).parent.name}/{line_of(text)}"
+        for text in ("dist.all_reduce(torch.ones(size))", "marks = hook().replays(graph)")
+    )
+    call = f"all_reduce of float32 [2] in a CUDA graph, outside any module, captured at {captured}"
+    assert verdict.explanation == (
+        'At #14 of group "default", the ranks are in different steps.',
+        f"  ranks 0-1, 3: {call}, step 7",
+        f"  rank 2: {call}, step 8",
+        (
+            "Op, shapes and call sites are the same, but the steps differ. Rank 2 ran ahead in step"
+            " 7: it skipped a replay, or counted an extra step (optimizer.step, torchwhere.step)."
+        ),
+        (
+            f"Likely cause: rank 2 took a different code path after the replay at {replayed} (step"
+            f" 6). Look at: conditions on rank, step or data before {replayed}."
+        ),
+    )
 
 
 def test_all_replay(four_ranks: Pool, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Kind(IntEnum):
 KIND_LABELS = tuple(kind.label for kind in Kind)
 
 # The fields that say most about an event, the most telling first.
-DETAIL_FIELDS = ("text", "reason", "phase", "what", "captured_at")
+DETAIL_FIELDS = ("text", "reason", "phase", "what")
 
 # Kinds whose record is about a CUDA graph.
 CUDA_GRAPH_KINDS = (Kind.CAPTURE_BEGIN, Kind.CAPTURE_END, Kind.REPLAY)

@@ -127,8 +127,8 @@ def _missing_data(context: Context) -> list[str]:
     replaying = [rank for rank, own in by_rank.items() if own.rank_summary.has_unknown_replays]
     if replaying:
         lines.append(
-            f"{ranks_phrase(replaying)} replayed CUDA graphs that were captured before the watch:"
-            " their collectives were not recorded"
+            "the collectives in CUDA graphs that were captured before the watch, and that"
+            f" {ranks_phrase(replaying)} replayed"
         )
     wrapped = sum(rank_calls.box_summary.counts.overwritten > 0 for rank_calls in ranks)
     if wrapped:
