@@ -257,7 +257,7 @@ def _collective_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[s
     is_async = is_collective & (records["flags"] & file_format.FLAG_ASYNC != 0)
     yield "async", Numbers(is_async, ~is_collective)
     is_replayed = is_collective & (records["flags"] & file_format.FLAG_REPLAYED != 0)
-    yield "replayed", Numbers(is_replayed, ~is_collective)
+    yield "replayed", Numbers(is_replayed, ~is_replayed)
 
 
 def _group_size(group: Mapping[str, Any]) -> int | None:
