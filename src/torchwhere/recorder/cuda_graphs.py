@@ -98,9 +98,11 @@ class CudaGraphRecorder:
             0 if captured is None else len(captured.collectives),
         )
         self._box.words[track.cursor + CURSOR_RECORD] = number
-        totals = {} if captured is None else self._collectives.replay(captured, track, t_ns)
-        if captured is None and not self._has_warned:
+        totals: dict[int, int] = {}
+        if captured is None:
             self._warn()
+        elif captured.collectives:
+            totals = self._collectives.replay(captured, track, t_ns)
         if device is None or not self._device.is_on:
             return []
         return self._marks(device, place_ids, number, totals, t_ns)
@@ -113,9 +115,13 @@ class CudaGraphRecorder:
         totals: dict[int, int],
         t_ns: int,
     ) -> list[DeviceMark]:
-        """Mark the replay on the device, once for each stream of collectives in it."""
+        """Mark the replay on the device, once for each stream of collectives in it.
+
+        Returns the marks to set at its end. A graph without collectives needs none: a mark costs
+        about 3 us, and the next one on the stream shows that the replay is over.
+        """
         type_number, step = self._device.type_number(device), self._counter.step
-        # The last record of a lane is that of a collective, or of a replay with collectives.
+        # the last record of a lane must be that of a collective, or of a replay with collectives
         record = number if totals else _NO_RECORD
         marks = [
             DeviceMark(
@@ -125,7 +131,7 @@ class CudaGraphRecorder:
         ]
         for mark in marks:
             self._device.reach(mark)
-        return marks
+        return marks if totals else []
 
     def replayed(self, marks: list[DeviceMark]) -> None:
         """Mark the end of a replay that was launched."""
@@ -133,6 +139,8 @@ class CudaGraphRecorder:
             self._device.finish(mark)
 
     def _warn(self) -> None:
+        if self._has_warned:
+            return
         self._has_warned = True
         log.warning(
             "torchwhere: the job replays a CUDA graph that was captured before the watch began. Its"
