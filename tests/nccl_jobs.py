@@ -1,7 +1,8 @@
 """Jobs of four NCCL ranks on one GPU, each with one fault on rank 2.
 
-`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz` and `nccl_dumps.txz` hold what they
-recorded on an H200 (torch 2.11, NCCL 2.28), for machines without a GPU.
+`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz`, `nccl_graphs.txz` and
+`nccl_dumps.txz` hold what they recorded on an H200 (torch 2.11, NCCL 2.28), for machines without a
+GPU.
 
 NCCL refuses two ranks on one GPU of one host. It tells hosts apart by `NCCL_HOSTID`.
 """
