@@ -12,6 +12,7 @@ captures or launches by itself.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from _thread import get_ident
 from collections.abc import Callable
@@ -66,6 +67,8 @@ class CudaGraphs:
         self._numbers = itertools.count()
         self._graphs: dict[int, CapturedGraph] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
+        # Reentrant: a graph may die, and be dropped, while its thread begins another capture.
+        self._lock = threading.RLock()
 
     def capture_of(self, device: torch.device | None) -> CapturedGraph | None:
         """The capture that a collective of this thread becomes part of; None if it runs now.
@@ -84,9 +87,10 @@ class CudaGraphs:
         self.forget(graph)
         key = id(graph)
         captured = CapturedGraph(next(self._numbers), get_ident())
-        self._alive[key] = weakref.ref(graph, partial(self._drop, key))
-        self._graphs[key] = captured
-        self.active = [*self.active, captured]
+        with self._lock:
+            self._alive[key] = weakref.ref(graph, partial(self._drop, key))
+            self._graphs[key] = captured
+            self.active = [*self.active, captured]
         return captured
 
     def end(self, graph: Any, *, has_failed: bool) -> CapturedGraph | None:
@@ -110,7 +114,8 @@ class CudaGraphs:
         self._deactivate(self._graphs.pop(key, None))
 
     def _deactivate(self, captured: CapturedGraph | None) -> None:
-        self.active = [graph for graph in self.active if graph is not captured]
+        with self._lock:
+            self.active = [graph for graph in self.active if graph is not captured]
 
 
 class CudaGraphHook:

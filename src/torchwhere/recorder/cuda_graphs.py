@@ -118,7 +118,7 @@ class CudaGraphRecorder:
         """Mark the replay on the device, once for each stream of collectives in it.
 
         Returns the marks to set at its end. A graph without collectives needs none: a mark costs
-        about 3 us, and the next one on the stream shows that the replay is over.
+        about 3.5 us, and the next one on the stream shows that the replay is over.
         """
         type_number, step = self._device.type_number(device), self._counter.step
         # the last record of a lane must be that of a collective, or of a replay with collectives
