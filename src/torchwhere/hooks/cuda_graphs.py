@@ -76,11 +76,11 @@ class CudaGraphs:
         The autograd engine issues collectives of a backward on another thread than the one that
         captures it.
         """
-        if not self.active or not self.is_capturing(device):
+        active, thread = self.active, get_ident()
+        if not active or not self.is_capturing(device):
             return None
-        thread = get_ident()
-        own = (graph for graph in reversed(self.active) if graph.thread == thread)
-        return next(own, self.active[-1])
+        own = (graph for graph in reversed(active) if graph.thread == thread)
+        return next(own, active[-1])
 
     def begin(self, graph: Any) -> CapturedGraph:
         """A capture has begun."""
