@@ -147,7 +147,7 @@ class EntryType(IntEnum):
     PHASE = 10  # name of a phase
     PHASE_PATH = 11  # JSON: the path of a phase, outermost name first
     LAYOUT = 12  # a part of a layout of the watched models, compressed JSON
-    CUDA_GRAPH = 16  # JSON object: a CUDA graph that was captured
+    CUDA_GRAPH = 20  # JSON object: a CUDA graph that was captured
 
 
 @dataclass(frozen=True, slots=True)
