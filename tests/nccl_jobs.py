@@ -247,18 +247,6 @@ def replay_skipped() -> None:
     replay(lambda step: step != REPLAYED_STEP)
 
 
-@job("missing", on_device=True)
-def replay_endless() -> None:
-    """A kernel that does not end, before a replay."""
-    replay(lambda step: step != REPLAYED_STEP or torch.cuda._sleep(ENDLESS) is None)
-
-
-@job("missing")
-def replay_stuck() -> None:
-    """A CPU that does not come to its next replay."""
-    replay(lambda step: step != REPLAYED_STEP or time.sleep(600) is None)
-
-
 # -- one rank --------------------------------------------------------------------------------------
 
 
