@@ -47,6 +47,10 @@ def snapshot() -> dict[str, Any]:
             c10d.init_process_group,
             c10d._new_group_with_tag,
         ),
+        "patches of CUDA graphs": [
+            vars(torch.cuda.CUDAGraph)[name]
+            for name in ("capture_begin", "capture_end", "replay", "reset")
+        ],
         "global module hooks": [
             len(getattr(nn_module, name))
             for name in sorted(vars(nn_module))

@@ -1,8 +1,8 @@
 """Jobs of four NCCL ranks on one GPU, each with one fault on rank 2.
 
-`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz`, `nccl_dumps.txz` and
-`nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL 2.28), for machines without
-a GPU.
+`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz`, `nccl_dumps.txz`, `nccl_graphs.txz`
+and `nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL 2.28), for machines
+without a GPU.
 
 NCCL refuses two ranks on one GPU of one host. It tells hosts apart by `NCCL_HOSTID`.
 """
@@ -25,6 +25,7 @@ from torch import nn
 
 VICTIM = 2
 FAULTY_STEP = 6
+REPLAYED_STEP = 20  # the faulty step of jobs that replay a CUDA graph
 CYCLES_PER_S = 1.8e9
 ENDLESS = int(25 * CYCLES_PER_S)
 SIZE = 256
@@ -274,6 +275,41 @@ def skipped() -> None:
         if not is_faulty(step):
             dist.all_reduce(x)
         pause()
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+def replay(before_replay: Callable[[int], bool] = lambda step: True) -> None:
+    """A CUDA graph with two all-reduces, replayed once a step unless `before_replay` is false on
+    one rank."""
+    x = torch.ones(1 << 12, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # NCCL connects outside a capture
+        dist.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 0.5
+        dist.all_reduce(y)
+        dist.all_reduce(y, op=dist.ReduceOp.MAX)
+        x.copy_(y * 0.5)
+    for step in range(2000):
+        if dist.get_rank() != VICTIM or before_replay(step):
+            graph.replay()
+        if step % 10 == 9:
+            x.sum().item()
+        pause()
+
+
+@job("healthy", culprits=())
+def replay_healthy() -> None:
+    replay()
+
+
+@job("mismatch")
+def replay_skipped() -> None:
+    """One replay fewer."""
+    replay(lambda step: step != REPLAYED_STEP)
 
 
 # -- failures: the processes end by themselves -----------------------------------------------------

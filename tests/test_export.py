@@ -29,6 +29,7 @@ import torchwhere
 from synthetic_boxes import LATE_NS, make
 from synthetic_job import Job
 from torchwhere import cli
+from torchwhere.api import watch
 from torchwhere.api.export import export
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, TEXT
@@ -70,7 +71,8 @@ def by_duckdb(query: str) -> list[tuple[Any, ...]]:
 def expected(event: Event) -> dict[str, Any]:
     """A row, computed from an event."""
     found: dict[str, Any] = dict.fromkeys(COLUMNS)
-    told = event.kind in ("start", "end", "note", "exception", "compile_begin", "group_begin")
+    kinds = ("start", "end", "note", "exception", "compile_begin", "group_begin")
+    told = event.kind in (*kinds, "capture_begin", "capture_end", "replay")
     rest = {
         name: value
         for name, value in event.fields.items()
@@ -111,6 +113,11 @@ def eventful(folder: Path) -> None:
             model(torch.ones(2, 4)).sum().backward()
             dist.all_reduce(torch.ones(3), group=dist.new_group([0]), async_op=True).wait()
             optimizer.step()
+        session = watch.current()
+        assert session is not None
+        for report in (session.cuda_graph_hook.begins, session.cuda_graph_hook.ends):
+            report(optimizer)  # any object stands for a CUDA graph
+        session.cuda_graph_hook.replays(optimizer)
         with contextlib.suppress(RuntimeError):
             model(torch.ones(2, 5))
 

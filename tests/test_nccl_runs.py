@@ -13,21 +13,22 @@ import pytest
 
 from nccl_jobs import JOBS
 from torchwhere.blackbox.device import device_lanes, device_state, device_times, stream_progress
+from torchwhere.blackbox.file_format import LANE_NEXT_RECORD, LANE_PENDING, LANE_RECORD
 from torchwhere.blackbox.reader import read_box
+from torchwhere.blackbox.replays import NO_ROW, replay_rows
 from torchwhere.pipeline.verdict import diagnose_folder
 
 STALL_S = 4.0
-# healthy jobs were ended from outside, which is not healthy; failures have a file of their own
-RECORDED = sorted(
-    name
-    for name, (_, expected) in JOBS.items()
-    if not name.startswith("healthy") and not expected.fails
-)
+# failures have a file of their own
+EXPECTED = {name: expected for name, (_, expected) in JOBS.items() if not expected.fails}
+# healthy jobs were ended from outside, which is not healthy
+RECORDED = sorted(name for name, expected in EXPECTED.items() if expected.kind != "healthy")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked("nccl_runs.txz", tmp_path_factory.mktemp("runs"))
+    folder = unpacked("nccl_runs.txz", tmp_path_factory.mktemp("runs"))
+    return unpacked("nccl_graphs.txz", folder)
 
 
 def unpacked(name: str, folder: Path) -> Path:
@@ -45,7 +46,7 @@ def test_faults(runs: Path, name: str) -> None:
     assert bool(verdict.facts.get("on_device")) == expected.on_device
 
 
-@pytest.mark.parametrize("name", sorted(JOBS.keys() - set(RECORDED)))
+@pytest.mark.parametrize("name", sorted(EXPECTED.keys() - set(RECORDED)))
 def test_healthy(runs: Path, name: str) -> None:
     """A job that made progress until it was ended from outside: no rank is blamed."""
     verdict = diagnose_folder(runs / name, stall_s=STALL_S)
@@ -106,3 +107,52 @@ def test_a_device_that_hangs(runs: Path) -> None:
     firsts = [min(state.unreached) for state in states if state is not None]
     assert len(firsts) == 4
     assert np.argmin(firsts) == 2
+
+
+def test_replays_on_the_device(runs: Path) -> None:
+    """Each replay of a CUDA graph has two collectives, which the device has reached and finished
+    when it had reached and finished the replay."""
+    box = read_box(runs / "replay_healthy" / "rank1.box")
+    replays, (reached, done) = replay_rows(box), device_times(box)
+    rows = np.flatnonzero(replays != NO_ROW)
+    assert len(rows) == 2 * len(set(replays[rows].tolist())) > 100
+    assert (reached[rows] == reached[replays[rows]]).all()
+    assert (done[rows] >= reached[rows]).all()
+    assert (reached[rows] > 0).all()
+    (progress,) = stream_progress(box)
+    assert progress.reached == progress.done == box.records["extra"][rows[-1]] + 1
+
+
+def test_a_skipped_replay(runs: Path) -> None:
+    """The verdict names the graph's collective with the line of its capture, and the line of the
+    last replay before the fault."""
+    explanation = diagnose_folder(runs / "replay_skipped", stall_s=STALL_S).explanation
+    assert explanation[2] == (
+        "  rank 2: all_reduce of float32 [4096] in a CUDA graph, outside any module, captured at"
+        " nccl_jobs.py:227, step 20"
+    )
+    assert explanation[-1].startswith(
+        "Likely cause: rank 2 took a different code path after the replay at nccl_jobs.py:232"
+    )
+
+
+def test_a_device_inside_a_replay(runs: Path) -> None:
+    """A device that has reached a replay, and has not finished it, is in the first collective of
+    the graph; the collectives of a replay that it has not reached are unreached."""
+    box = read_box(runs / "replay_healthy" / "rank1.box")
+    assert box.geometry is not None
+    numbers, replays = box.records["number"], replay_rows(box)
+    last = int(replays[replays != NO_ROW].max())
+    inside = int(replays[replays < last].max())
+    device = np.frombuffer(box._device, np.uint64).copy()
+    lane = device[: box.geometry.lanes * 8].reshape(-1, 8)[1]
+    lane[LANE_RECORD], lane[LANE_NEXT_RECORD] = numbers[inside] + 1, numbers[last] + 1
+    lane[LANE_PENDING] = 2
+    times_at = (box.geometry.times_at - box.geometry.lanes_at) // 8
+    times = device[times_at:].reshape(-1, 3)
+    times[numbers[last] % box.geometry.capacity] = 0
+    box._device = device.tobytes()
+    state = device_state(box)
+    assert state is not None
+    assert state.reached == (int(numbers[np.flatnonzero(replays == inside)[0]]),)
+    assert state.unreached == tuple(numbers[replays == last].tolist())

@@ -35,7 +35,7 @@ from torchwhere.blackbox.file_format import (
 )
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.blackbox.string_table import json_int, json_object, json_value
-from torchwhere.core.events import TEXT_FIELD, Event, Kind
+from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind
 from torchwhere.core.place import PASS_LABELS, Certainty, Place
 from torchwhere.core.results import Shown
 
@@ -271,10 +271,11 @@ class Box(Shown):
             return self._collective_fields(row)
         if kind in TEXT_FIELD:
             return self._text_fields(kind, int(row["extra"]))
-        if kind is Kind.PHASE_BEGIN:
-            return {"phase": self.name(int(row["subject"]))}
-        if kind is Kind.PHASE_END:
-            return {"phase": self.name(int(row["subject"])), "duration_ns": int(row["extra"])}
+        if kind in (Kind.PHASE_BEGIN, Kind.PHASE_END):
+            has_ended = {"duration_ns": int(row["extra"])} if kind is Kind.PHASE_END else {}
+            return {"phase": self.name(int(row["subject"]))} | has_ended
+        if kind in CUDA_GRAPH_KINDS:
+            return self._cuda_graph_fields(kind, row)
         if kind in (Kind.OPTIMIZER, Kind.COMPILE_END):
             return {"what": self.name(int(row["subject"]))}
         if kind is Kind.MEMORY:
@@ -283,6 +284,14 @@ class Box(Shown):
             fields = json_object(self.text(int(row["extra"]))) if row["extra"] else {}
             return {"what": self.name(int(row["subject"]))} | fields
         return {}
+
+    def _cuda_graph_fields(self, kind: Kind, row: Any) -> dict[str, Any]:
+        """The CUDA graph and its number of collectives; None for what is unknown."""
+        graph = self.value(int(row["subject"]))
+        fields = graph if isinstance(graph, dict) else {"cuda_graph": None, "captured_at": None}
+        if kind is Kind.CAPTURE_BEGIN:
+            return dict(fields)
+        return fields | {"collectives": int(row["extra"]) if row["subject"] else None}
 
     def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
         """The JSON object of a text: the text itself and its fields. A text that was cut is no JSON
@@ -305,6 +314,8 @@ class Box(Shown):
         fields["number"] = int(row["extra"])
         fields["for"] = self.value(int(row["beneficiary"])) if row["beneficiary"] else None
         fields["async"] = bool(row["flags"] & file_format.FLAG_ASYNC)
+        if row["flags"] & file_format.FLAG_REPLAYED:
+            fields["replayed"] = True
         return fields | self._device_times(int(row["number"]))
 
     def _device_times(self, number: int) -> dict[str, int]:

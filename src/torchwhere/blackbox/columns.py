@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import SIGNATURE_KEYS, Box
 from torchwhere.blackbox.device import device_times
-from torchwhere.core.events import TEXT_FIELD, Event, Kind, json_text
+from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind, json_text
 from torchwhere.core.place import PASS_LABELS, Certainty
 
 TEXT, NUMBER, FLAG = "text", "number", "flag"
@@ -54,6 +54,7 @@ COLUMNS = {
     "async": FLAG,
     "reached_ns": NUMBER,
     "done_ns": NUMBER,
+    "replayed": FLAG,
     "phase": TEXT,
     "duration_ns": NUMBER,
     "what": TEXT,
@@ -68,7 +69,7 @@ _SUBJECT_KINDS = {  # kinds whose subject is the name in a column
     "what": (Kind.OPTIMIZER, Kind.COMPILE_BEGIN, Kind.COMPILE_END),
     "phase": (Kind.PHASE_BEGIN, Kind.PHASE_END),
 }
-_HAS_TEXT = (*TEXT_FIELD, Kind.COMPILE_BEGIN)
+_HAS_TEXT = (*TEXT_FIELD, Kind.COMPILE_BEGIN, *CUDA_GRAPH_KINDS)
 _LARGEST = (1 << 63) - 1
 
 Rows = npt.NDArray[np.intp]
@@ -259,6 +260,8 @@ def _collective_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[s
     yield "for", _texts(names, which)
     is_async = is_collective & (records["flags"] & file_format.FLAG_ASYNC != 0)
     yield "async", Numbers(is_async, ~is_collective)
+    is_replayed = is_collective & (records["flags"] & file_format.FLAG_REPLAYED != 0)
+    yield "replayed", Numbers(is_replayed, ~is_replayed)
 
 
 def _group_size(group: Mapping[str, Any]) -> int | None:

@@ -46,6 +46,7 @@ from torchwhere.blackbox.file_format import (
     TIMES_REACHED,
     unpack_stream,
 )
+from torchwhere.blackbox.replays import NO_ROW, replay_rows
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, unknown_place
@@ -124,7 +125,7 @@ def device_state(box: Box) -> DeviceState | None:
         return None
     return DeviceState(
         device_place=device_place(box),
-        reached=tuple(lane.record for lane in lanes if lane.pending and lane.record is not None),
+        reached=_reached(box, lanes),
         unreached=_unreached(box, lanes),
     )
 
@@ -146,6 +147,17 @@ def device_place(box: Box) -> DevicePlace:
 
     source = DeviceSource(box.geometry, read, box.name, op_and_group, box.wall_ns)
     return read_device_place(source, cpu=cpu)
+
+
+def _reached(box: Box, lanes: list[DeviceLane]) -> tuple[int, ...]:
+    """The record of the last collective that each lane with pending marks has reached. A device
+    that has reached a replay of a CUDA graph is in the first collective of the graph."""
+    reached = [lane.record for lane in lanes if lane.pending and lane.record is not None]
+    numbers, replays = box.records["number"], replay_rows(box)
+    rows = np.flatnonzero(replays != NO_ROW)[::-1]
+    # in reverse, so that the first collective of a replay is the last one that is stored
+    first = dict(zip(numbers[replays[rows]].tolist(), numbers[rows].tolist(), strict=True))
+    return tuple(first.get(record, record) for record in reached)
 
 
 def _unreached(box: Box, lanes: list[DeviceLane]) -> tuple[int, ...]:
@@ -194,6 +206,7 @@ def stream_progress(box: Box) -> list[StreamProgress]:
 def device_times(box: Box) -> tuple[Words, Words]:
     """The times when the device reached and finished each record of the box; 0: unknown.
 
+    A collective of a CUDA graph has the times of the replay: there are no marks inside a graph.
     Times are on the clock of the records (`Box.wall_ns`).
     """
     geometry = box.geometry
@@ -208,6 +221,11 @@ def device_times(box: Box) -> tuple[Words, Words]:
     is_own = is_read & (times[:, TIMES_NUMBER] & _NUMBER_MASK == numbers + np.uint64(1))
     reached[is_own] = times[is_own, TIMES_REACHED]
     done[is_own] = times[is_own, TIMES_DONE]
+    replays = replay_rows(box)
+    is_replayed = replays != NO_ROW
+    reached[is_replayed], done[is_replayed] = (
+        of_replay[replays[is_replayed]] for of_replay in (reached.copy(), done.copy())
+    )
     return reached, done
 
 

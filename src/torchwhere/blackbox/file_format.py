@@ -158,6 +158,7 @@ class EntryType(IntEnum):
     PHASE_PATH = 11  # JSON: the path of a phase, outermost name first
     LAYOUT = 12  # a part of a layout of the watched models, compressed JSON
     MEMORY = 16  # JSON object: the memory of the device at one time, for long jobs
+    CUDA_GRAPH = 20  # JSON object: a CUDA graph that was captured
 
 
 @dataclass(frozen=True, slots=True)

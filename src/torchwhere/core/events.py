@@ -35,6 +35,9 @@ class Kind(IntEnum):
     COMPILE_END = 14
     GROUP_BEGIN = 15
     GROUP_END = 16
+    CAPTURE_BEGIN = 20
+    CAPTURE_END = 21
+    REPLAY = 22
     MEMORY = 24
 
     @property
@@ -46,6 +49,9 @@ KIND_LABELS = tuple(kind.label for kind in Kind)
 
 # The fields that say most about an event, the most telling first.
 DETAIL_FIELDS = ("text", "reason", "phase", "what")
+
+# Kinds whose record is about a CUDA graph.
+CUDA_GRAPH_KINDS = (Kind.CAPTURE_BEGIN, Kind.CAPTURE_END, Kind.REPLAY)
 
 # Kinds whose record points at a text, and the JSON field that holds the text.
 TEXT_FIELD = {

@@ -12,11 +12,27 @@ The marks need the native extension. Without it, the progress of the device is u
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from torchwhere.blackbox.writer import BoxWriter
+
+_REACHED, _DONE = range(2)  # `Point` in device_progress.h
+
+
+class ReplayMark(NamedTuple):
+    """A mark before and after the replay of a CUDA graph, for one stream of its collectives."""
+
+    device_index: int
+    record: int  # of the replay; -1: it has no collectives
+    counter: int  # -1: the stream has no counter
+    total: int  # number of collectives issued in the stream, including those of the replay
+    place: int
+    step: int
+    t_ns: int
 
 
 def may_have_device() -> bool:
@@ -71,6 +87,16 @@ class DeviceHook:
             self._has_context = None
             if self._native is not None:
                 self._native.device_ready()
+
+    def reach_replay(self, mark: ReplayMark) -> None:
+        """Mark a replay that is about to be launched."""
+        if self._native is not None:
+            self._native.device_mark(*mark, _REACHED)
+
+    def finish_replay(self, mark: ReplayMark) -> None:
+        """Mark the end of a replay that was launched."""
+        if self._native is not None:
+            self._native.device_mark(*mark._replace(t_ns=time.monotonic_ns()), _DONE)
 
     def step(self, place: int, record: int) -> None:
         """Mark the begin of a step. `record` is the number of its record."""

@@ -219,25 +219,54 @@ struct DueMark {
 };
 inline thread_local DueMark due_mark;  // of the collective that this thread launches now
 
+// Reads the arguments index, record, counter, count, place, step, issued_ns and a last one.
+struct MarkArguments {
+  c10::DeviceIndex index = 0;
+  Mark mark{};
+  uint64_t issued_ns = 0;
+  long long last = 0;
+
+  bool parse(PyObject* const* args, Py_ssize_t given) {
+    if (given != 8) {
+      PyErr_Format(PyExc_TypeError, "expected 8 arguments, not %zd", given);
+      return false;
+    }
+    long long values[8];
+    for (Py_ssize_t at = 0; at < given; ++at) values[at] = PyLong_AsLongLong(args[at]);
+    index = static_cast<c10::DeviceIndex>(values[0]);
+    mark = {
+        Point::REACHED,
+        values[1],
+        values[2],
+        static_cast<uint64_t>(values[3]),
+        static_cast<uint64_t>(values[4]),
+        static_cast<uint64_t>(values[5])};
+    issued_ns = static_cast<uint64_t>(values[6]);
+    last = values[7];
+    return !PyErr_Occurred();
+  }
+};
+
 // device_reach(index, record, counter, count, place, step, issued_ns, is_on_current_stream): marks a
 // collective that is about to be launched. If it runs on the current stream, `device_done` must
 // follow after the launch.
 inline PyObject* device_reach(PyObject*, PyObject* const* args, Py_ssize_t given) {
-  if (given != 8) return PyErr_Format(PyExc_TypeError, "expected 8 arguments, not %zd", given);
-  long long values[8];
-  for (Py_ssize_t at = 0; at < given; ++at) values[at] = PyLong_AsLongLong(args[at]);
-  if (PyErr_Occurred()) return nullptr;
-  auto index = static_cast<c10::DeviceIndex>(values[0]);
-  Mark mark{
-      Point::REACHED,
-      values[1],
-      values[2],
-      static_cast<uint64_t>(values[3]),
-      static_cast<uint64_t>(values[4]),
-      static_cast<uint64_t>(values[5])};
-  device_progress->mark(index, static_cast<uint64_t>(values[6]), mark);
+  MarkArguments given_mark;
+  if (!given_mark.parse(args, given)) return nullptr;
+  auto& [index, mark, issued_ns, is_on_current_stream] = given_mark;
+  device_progress->mark(index, issued_ns, mark);
   mark.point = Point::DONE;
-  due_mark = {values[7] != 0, index, mark};
+  due_mark = {is_on_current_stream != 0, index, mark};
+  Py_RETURN_NONE;
+}
+
+// device_mark(index, record, counter, count, place, step, issued_ns, point): sets one mark, before
+// or after the replay of a CUDA graph.
+inline PyObject* device_mark(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  MarkArguments given_mark;
+  if (!given_mark.parse(args, given)) return nullptr;
+  given_mark.mark.point = given_mark.last == 1 ? Point::DONE : Point::REACHED;
+  device_progress->mark(given_mark.index, given_mark.issued_ns, given_mark.mark);
   Py_RETURN_NONE;
 }
 

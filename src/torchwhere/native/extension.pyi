@@ -42,6 +42,17 @@ def device_reach(
     is_on_current_stream: bool,
     /,
 ) -> None: ...
+def device_mark(
+    index: int,
+    record: int,
+    counter: int,
+    count: int,
+    place: int,
+    step: int,
+    issued_ns: int,
+    point: int,
+    /,
+) -> None: ...
 def device_done() -> None: ...
 def device_step(box: Box, place: int, record: int, /) -> None: ...
 def device_status() -> dict[str, int | str]: ...

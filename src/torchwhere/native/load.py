@@ -85,6 +85,18 @@ class NativeExtension(Protocol):
         is_on_current_stream: bool,
         /,
     ) -> None: ...
+    def device_mark(
+        self,
+        index: int,
+        record: int,
+        counter: int,
+        count: int,
+        place: int,
+        step: int,
+        issued_ns: int,
+        point: int,
+        /,
+    ) -> None: ...
     def device_done(self) -> None: ...
     def device_step(self, box: extension.Box, place: int, record: int, /) -> None: ...
     def device_status(self) -> dict[str, int | str]: ...

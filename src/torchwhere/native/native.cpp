@@ -28,6 +28,7 @@ PyMethodDef functions[] = {
     {"device_abandon", torchwhere::device_abandon, METH_NOARGS, nullptr},
     {"device_ready", torchwhere::device_ready, METH_NOARGS, nullptr},
     {"device_reach", torchwhere::method(torchwhere::device_reach), METH_FASTCALL, nullptr},
+    {"device_mark", torchwhere::method(torchwhere::device_mark), METH_FASTCALL, nullptr},
     {"device_done", torchwhere::device_done, METH_NOARGS, nullptr},
     {"device_step", torchwhere::method(torchwhere::device_step), METH_FASTCALL, nullptr},
     {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},

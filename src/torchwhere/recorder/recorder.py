@@ -117,6 +117,7 @@ class Recorder:
         *,
         subject: int = 0,
         text: dict[str, Any] | None = None,
+        extra: int = 0,
         frame: FrameType | None = None,
     ) -> int:
         """Record one event at the place of the calling thread.
@@ -125,6 +126,7 @@ class Recorder:
             kind: The kind of the event.
             subject: The id of what the event is about, for example a graph.
             text: Further fields, stored as JSON.
+            extra: A number of the event, instead of a text.
             frame: The frame where the search for the user's line begins; by default the caller's.
 
         Returns:
@@ -132,13 +134,14 @@ class Recorder:
         """
         track = self._here()
         place_ids = self.locator.place_ids(track)
-        line, graph = self._line_and_graph(frame or python_stack.caller(1))
-        extra = self._text(text)
+        line, graph = self.line_and_graph(frame or python_stack.caller(1))
+        extra = self._text(text) if text is not None else extra
         return self._write(
             kind, track, place_ids, line=line, graph=graph, subject=subject, extra=extra
         )
 
-    def _line_and_graph(self, frame: FrameType | None) -> LineAndGraph:
+    def line_and_graph(self, frame: FrameType | None) -> LineAndGraph:
+        """Return the ids of the user's line and of the compiled graph that runs there."""
         stack, graphs = python_stack.read(frame), self._graphs
         graph = graphs.id_of(stack.graph) if stack.graph is not None or graphs.compiling else 0
         return self.locator.line_id(stack.file, stack.line), graph
@@ -215,7 +218,7 @@ class Recorder:
     def optimizer_stepped(self, name: str) -> LineAndGraph:
         """Record the step of an optimizer. Returns where it was called, for `set_step`."""
         frame = python_stack.caller(1)
-        track, (line, graph) = self._here(), self._line_and_graph(frame)
+        track, (line, graph) = self._here(), self.line_and_graph(frame)
         place_ids = self.locator.place_ids_in_optimizer(track)
         entry = self.box.intern(EntryType.PHASE, name)
         self._write(Kind.OPTIMIZER, track, place_ids, line=line, graph=graph, subject=entry)
@@ -232,7 +235,7 @@ class Recorder:
         track = self._here()
         if called_at is None:
             frame = python_stack.caller(1)
-            line, graph = self._line_and_graph(frame)
+            line, graph = self.line_and_graph(frame)
             if self._native is not None:
                 self.fast_path.learn_line(frame, line)
         else:

@@ -25,6 +25,7 @@ from torchwhere.hooks.call_chain import CallChains
 from torchwhere.hooks.collectives import CollectiveHook
 from torchwhere.hooks.compilation import CompilationHook
 from torchwhere.hooks.compiled_graphs import Ledger
+from torchwhere.hooks.cuda_graphs import CudaGraphHook, CudaGraphs
 from torchwhere.hooks.ddp import Reducers
 from torchwhere.hooks.device import DeviceHook
 from torchwhere.hooks.error_limiter import log
@@ -45,6 +46,7 @@ from torchwhere.model import watched
 from torchwhere.model.module_names import NameTable
 from torchwhere.recorder import identity
 from torchwhere.recorder.collectives import CollectiveRecorder
+from torchwhere.recorder.cuda_graphs import CudaGraphRecorder
 from torchwhere.recorder.graph_ids import GraphIds
 from torchwhere.recorder.heartbeat import Heartbeat
 from torchwhere.recorder.installation import (
@@ -87,7 +89,10 @@ class Session:
         graphs = GraphIds(self._box)
         self._device = DeviceHook(self._box)
         self._memory = MemoryHook(self._box)
-        self.collectives = CollectiveRecorder(self._box, locator, graphs, self._device)
+        self._cuda_graphs = CudaGraphs()
+        self.collectives = CollectiveRecorder(
+            self._box, locator, graphs, self._device, self._cuda_graphs
+        )
         self.recorder = Recorder(
             self._box,
             locator,
@@ -152,6 +157,16 @@ class Session:
             on_launched=self._device.done,
             turns=self._reducers.turns,
         )
+        cuda_graphs = CudaGraphRecorder(
+            self.recorder, self.collectives, self._cuda_graphs, self._device
+        )
+        self.cuda_graph_hook = CudaGraphHook(
+            self._cuda_graphs,
+            on_begin=cuda_graphs.capture_begins,
+            on_end=cuda_graphs.capture_ends,
+            on_replay=cuda_graphs.replays,
+            on_replayed=cuda_graphs.replayed,
+        )
         self._group_creation = GroupCreationHook(
             on_begin=self._group_begins, on_end=self.recorder.group_ends
         )
@@ -196,6 +211,7 @@ class Session:
                 remove=lambda: collectives.remove(are_others=self._threads.others_may_issue()),
                 abandon=collectives.abandon,
             ),
+            hook_part("the CUDA graph hook", hook=self.cuda_graph_hook),
             hook_part("the group creation hook", hook=self._group_creation),
             # the import hook installs the compilation hook once dynamo is imported
             part("the compilation hook", remove=self._compilation.remove),
@@ -241,6 +257,7 @@ class Session:
             self._optimizers,
             self._exceptions,
             self._collective_hook,
+            self.cuda_graph_hook,
             self._group_creation,
             self._memory,
         ):

@@ -138,6 +138,8 @@ def _collective(fields: dict[str, Any], module: str | None) -> str:
     if fields.get("for") not in (None, module):
         parts.append(f"for {_beneficiary(fields['for'])}")
     parts.append(f"on {fields.get('mesh_dim') or fields.get('group_desc') or fields.get('group')}")
+    if fields.get("replayed"):
+        parts.append("in a CUDA graph")
     return GAP.join(parts)
 
 

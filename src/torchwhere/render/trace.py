@@ -54,6 +54,7 @@ _CATEGORIES = {
     Kind.OPTIMIZER: "optimizer",
     Kind.NOTE: "note",
     Kind.EXCEPTION: "exception",
+    Kind.REPLAY: "replay",
 }
 # The categories of kineto. HTA looks for steps under this one.
 _KINETO = {
@@ -264,6 +265,8 @@ class RankWriter:
             return _short(str(fields.get("op") or "collective") + (f" on {title}" if title else ""))
         if kind == "module":
             return _short(shown(module) + (" (recompute)" if pass_ == "recompute" else ""))
+        if kind == "capture":
+            return f"capture CUDA graph {fields.get('cuda_graph')}"
         return _short(
             f"compile {fields.get('what')}" if kind == "compile" else str(fields.get("phase"))
         )
@@ -287,6 +290,8 @@ class RankWriter:
         if beneficiary is not None:
             details["for"] = beneficiary
         details["async"] = fields["async"]
+        if fields.get("replayed"):
+            details["replayed"] = True
         return details
 
     # -- instants ----------------------------------------------------------------------------------

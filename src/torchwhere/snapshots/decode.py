@@ -211,9 +211,9 @@ def _signature(value: Any, groups: int) -> Signature:
 
 
 def _call_site(value: Any) -> CallSite:
-    module, pass_, line, beneficiary, call, graph, thread, certainty, param, is_async, is_shadow = (
-        value
-    )
+    module, pass_, line, beneficiary, call, graph, thread, certainty, param, *flags = value
+    is_async, is_shadow, *later = flags
+    (is_replayed,) = later or [False]  # a snapshot from before this field lacks it
     site_id = (
         text_or_none(module),
         int_(pass_, high=256),
@@ -229,6 +229,7 @@ def _call_site(value: Any) -> CallSite:
         text_or_none(param),
         bool_(is_async),
         bool_(is_shadow),
+        bool_(is_replayed),
     )
 
 
@@ -252,6 +253,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
         device=decode_device(data.get("device"), ahead_ns, cpu=place, place=_place),
         is_compiling=bool_(data["is_compiling"]),
+        has_unknown_replays=bool_(data.get("has_unknown_replays", False)),
         last_line=text_or_none(data["last_line"]),
         steppers=tuple(map(text_, list_(data["steppers"], most=256))),
         steps_per_s=or_none(float_, data["steps_per_s"]),

@@ -219,6 +219,7 @@ def _call_site(call_site: CallSite) -> list[Any]:
         call_site.param,
         call_site.is_async,
         call_site.is_shadow,
+        call_site.is_replayed,
     ]
 
 

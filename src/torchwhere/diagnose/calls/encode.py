@@ -71,6 +71,7 @@ class RankSummary(NamedTuple):
     unnamed: tuple[int, ...] | None = None
     group_creations: tuple[GroupCreation, ...] = ()  # the last few
     is_compiling: bool = False
+    has_unknown_replays: bool = False  # of CUDA graphs that were captured before the watch
     last_line: str | None = None
     steps_per_s: float | None = None
     last_step: int | None = None
@@ -245,6 +246,7 @@ def _state(box: Box) -> dict[str, Any]:
         "in_collective_since_ns": _in_collective_since(box, moved_ns),
         "group_creations": _group_creations(box) if kinds[Kind.GROUP_BEGIN] else (),
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
+        "has_unknown_replays": bool(kinds[Kind.REPLAY]) and _has_unknown_replays(box),
         "last_line": _last_line(box),
         "device": device_state(box),
         **(_steps(box) if kinds[Kind.STEP_BEGIN] else {}),
@@ -301,6 +303,11 @@ def _interruption(box: Box) -> int:
     if not reason.startswith("KeyboardInterrupt"):
         return 0
     return 2 if len(kinds) > 1 and kinds[-2] == int(Kind.EXCEPTION) else 1
+
+
+def _has_unknown_replays(box: Box) -> bool:
+    is_replay = box.records["kind"] == int(Kind.REPLAY)
+    return bool((is_replay & (box.records["subject"] == 0)).any())
 
 
 def _last_line(box: Box) -> str | None:

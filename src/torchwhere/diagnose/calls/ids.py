@@ -18,6 +18,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.cursor_place import certainty_of
 from torchwhere.blackbox.file_format import (
     FLAG_ASYNC,
+    FLAG_REPLAYED,
     FLAG_SHADOW,
     NO_CALL,
     EntryType,
@@ -206,6 +207,7 @@ class LocalIds:
                 param=param,
                 is_async=bool(flags & FLAG_ASYNC),
                 is_shadow=bool(flags & FLAG_SHADOW),
+                is_replayed=bool(flags & FLAG_REPLAYED),
             )
             self._new.call_sites.append(site)
         return site_id

@@ -88,6 +88,7 @@ class CallSite(NamedTuple):
     param: str | None
     is_async: bool
     is_shadow: bool = False  # `Join` issued it for a rank that has run out of input
+    is_replayed: bool = False  # part of a CUDA graph; the site is where it was captured
 
     @property
     def compared(self) -> tuple[str | None, int, str | None, str | None] | None:

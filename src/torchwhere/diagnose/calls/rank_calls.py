@@ -13,6 +13,7 @@ import numpy as np
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.reader import read_box
+from torchwhere.blackbox.replays import NO_ROW, replay_rows
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
@@ -111,6 +112,18 @@ class RankCalls:
             self.fields(key, number),
         )
 
+    def issuer(self, key: StreamKey, number: int) -> Event | None:
+        """Returns the event that made a rank issue a collective: the replay of a CUDA graph, or the
+        collective itself."""
+        calls = self._calls_with(key, number)
+        if calls is None or not calls.of(number)[1].is_replayed or self.box is None:
+            return self.issued(key, number)
+        records = self.box.records["number"]
+        row = int(np.searchsorted(records, calls.record(number)))
+        is_there = row < len(records) and int(records[row]) == calls.record(number)
+        replay = int(replay_rows(self.box)[row]) if is_there else NO_ROW
+        return self.issued(key, number) if replay == NO_ROW else self.box.event(replay)
+
     @property
     def last_collective(self) -> Event | None:
         return None if self.last is None else self.issued(*self.last)
@@ -154,16 +167,21 @@ class RankCalls:
         group = self.shared_ids.group(key)
         beneficiary = call_site.site_id[3]
         fields: dict[str, Any] = self.shared_ids.parsed(signature.text)
-        return fields | {
-            "group_desc": group.desc,
-            "mesh_dim": group.mesh_dim,
-            "backend": group.backend,
-            "group_size": len(group.ranks) or None,
-            "group_ranks": list(group.ranks) if len(group.ranks) <= _MOST_RANKS_SHOWN else None,
-            "number": number,
-            "for": self.shared_ids.parsed(beneficiary) if beneficiary else None,
-            "async": call_site.is_async,
-        }
+        replayed = {"replayed": True} if call_site.is_replayed else {}
+        return (
+            fields
+            | replayed
+            | {
+                "group_desc": group.desc,
+                "mesh_dim": group.mesh_dim,
+                "backend": group.backend,
+                "group_size": len(group.ranks) or None,
+                "group_ranks": list(group.ranks) if len(group.ranks) <= _MOST_RANKS_SHOWN else None,
+                "number": number,
+                "for": self.shared_ids.parsed(beneficiary) if beneficiary else None,
+                "async": call_site.is_async,
+            }
+        )
 
     def _place(self, calls: StreamCalls, number: int) -> Place:
         call_site, step = calls.of(number)[1], int(calls.steps(number, number + 1)[0])

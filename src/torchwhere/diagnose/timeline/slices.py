@@ -50,19 +50,22 @@ _BEGINS = {
     Kind.PHASE_BEGIN: "phase",
     Kind.MODULE_ENTER: "module",
     Kind.COMPILE_BEGIN: "compile",
+    Kind.CAPTURE_BEGIN: "capture",
 }
 _ENDS = {
     Kind.STEP_END: "step",
     Kind.PHASE_END: "phase",
     Kind.MODULE_EXIT: "module",
     Kind.COMPILE_END: "compile",
+    Kind.CAPTURE_END: "capture",
 }
-_INSTANTS = {Kind.START, Kind.END, Kind.OPTIMIZER, Kind.NOTE, Kind.EXCEPTION}
+_INSTANTS = {Kind.START, Kind.END, Kind.OPTIMIZER, Kind.NOTE, Kind.EXCEPTION, Kind.REPLAY}
 _KEYS = {
     "step": ("step",),
     "phase": ("subject",),
     "module": ("module", "call", "pass"),
     "compile": ("subject",),
+    "capture": (),  # the end of a capture that failed has a subject of its own
 }
 
 

@@ -164,11 +164,17 @@ def _report(context: Context, finding: Finding, rank: int) -> RankReport:
 
 def _missing_data(context: Context) -> list[str]:
     """What the verdict lacks."""
-    ranks = context.job_calls.by_rank.values()
-    lines = context.run.caveats()
+    by_rank = context.job_calls.by_rank
+    ranks, lines = by_rank.values(), context.run.caveats()
     if not context.timing.is_live and any(rank_calls.end is None for rank_calls in ranks):
         lines.append(
             "no process of this job was seen alive: the states are those at the end of the boxes"
+        )
+    replaying = [rank for rank, own in by_rank.items() if own.rank_summary.has_unknown_replays]
+    if replaying:
+        lines.append(
+            "the collectives in CUDA graphs that were captured before the watch, and that"
+            f" {ranks_phrase(replaying)} replayed"
         )
     wrapped = sum(rank_calls.box_summary.counts.overwritten > 0 for rank_calls in ranks)
     if wrapped:

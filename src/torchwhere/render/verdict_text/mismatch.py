@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchwhere.core.events import Event, Kind
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.rules.alltoall_splits import MOST_PAIRS, OP, UnmatchedSplits
@@ -67,11 +68,12 @@ def _consequences(cause: DifferentCalls) -> list[str]:
         return [text]
     culprits = cause.mismatch.culprits
     they = "it" if len(culprits) == 1 else "they"
+    call = "replay" if _is_replay(cause.call) else "call"
     reason = "skipped a step"
     if not shift.is_behind:
-        reason = "skipped a call, or counted an extra step"
+        reason = f"skipped a {call}, or counted an extra step"
     elif shift.may_be_extra_call:
-        reason = "made an extra call, or skipped a step"
+        reason = f"made an extra {call}, or skipped a step"
     verb = "fell behind" if shift.is_behind else "ran ahead"
     return [
         (
@@ -126,12 +128,17 @@ def _branch_text(cause: DifferentCalls) -> list[str]:
     line = before.place.line
     is_one_line = call.place.line in (line, None)
     where = f"before {line}" if is_one_line else f"between {line} and {call.place.line}"
+    after = f"the replay at {line}" if _is_replay(before) else line
     return [
         (
             f"Likely cause: {ranks_phrase(cause.mismatch.culprits)} took a different code path"
-            f" after {line}{step_text(before)}. Look at: conditions on rank, step or data {where}."
+            f" after {after}{step_text(before)}. Look at: conditions on rank, step or data {where}."
         )
     ]
+
+
+def _is_replay(event: Event | None) -> bool:
+    return event is not None and event.kind == Kind.REPLAY.label
 
 
 def unmatched_splits_text(cause: UnmatchedSplits, context: Context) -> list[str]:

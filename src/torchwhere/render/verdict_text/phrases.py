@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchwhere.core.events import Event
 from torchwhere.core.place import Certainty, Place, shown
 from torchwhere.diagnose.calls.job_calls import JobCalls
@@ -34,7 +36,10 @@ def in_place(place: Place) -> str:
 
 def call_text(call: Event) -> str:
     """`all_reduce of float32 [4, 8], backward of layers.0, train.py:9, step 3`."""
-    return f"{op_text(call)}, {place_text(call.place)}"
+    place = call.place
+    if call.fields.get("replayed") and place.line:
+        place = replace(place, line=f"captured at {place.line}")
+    return f"{op_text(call)}, {place_text(place)}"
 
 
 def op_text(call: Event | None) -> str:
@@ -42,10 +47,10 @@ def op_text(call: Event | None) -> str:
     if call is None:
         return "a collective"
     op, peer = call.fields.get("op"), call.fields.get("peer")
-    if peer is None:
-        return f"{op}{tensors_text(call)}"
-    role = "peer" if op in ("send", "recv") else "root"
-    return f"{op}{tensors_text(call)} with {role} {peer}"
+    text = f"{op}{tensors_text(call)}"
+    if peer is not None:
+        text += f" with {'peer' if op in ('send', 'recv') else 'root'} {peer}"
+    return f"{text} in a CUDA graph" if call.fields.get("replayed") else text
 
 
 def tensors_text(call: Event | None) -> str:

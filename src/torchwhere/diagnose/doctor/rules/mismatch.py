@@ -58,8 +58,9 @@ class DifferentCalls(Cause):
     step_shift: StepShift | None
     thread_use: ThreadUse | None
     survived: Event | None  # an exception of the first culprit, shortly before
-    last_common: Event | None  # the call before it, of the first culprit
-    call: Event | None  # the call of the first culprit
+    # of the first culprit, the call before it and the call; the replay of a graph that has the call
+    last_common: Event | None
+    call: Event | None
     blocked: tuple[int, ...]  # ranks that are blocked now
 
 
@@ -105,8 +106,8 @@ def _cause(job_calls: JobCalls, mismatch: Mismatch, blocked: tuple[int, ...]) ->
         step_shift=_step_shift(job_calls, mismatch) if is_step else None,
         thread_use=_thread_use(job_calls, mismatch),
         survived=survived_exception(culprit, culprit.order(mismatch.key, number)),
-        last_common=culprit.issued(mismatch.key, number - 1) if number else None,
-        call=culprit.issued(mismatch.key, number),
+        last_common=culprit.issuer(mismatch.key, number - 1) if number else None,
+        call=culprit.issuer(mismatch.key, number),
         blocked=blocked,
     )
 
