@@ -511,6 +511,9 @@ def test_its_dict_is_a_dict(part: Any) -> None:
             plain[key] = words[key] = value
         elif chance.random() < 0.6:
             assert words.pop(key, None) == plain.pop(key, None)
+        elif chance.random() < 0.01:
+            plain.clear()
+            words.clear()
         assert (words.get(key), words.get(key, 5)) == (plain.get(key), plain.get(key, 5))
 
 

@@ -181,6 +181,26 @@ def test_a_hang_is_a_difference(checkout: Path) -> None:
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.exhaustive
+def test_an_intended_difference(checkout: Path) -> None:
+    """A case that cannot pass on the drop-ins is listed with its reason, and is not an error."""
+    ((case, reason),) = files.INTENDED.items()
+    file, group, test = case.split("::")
+    (checkout / "test" / file).write_text(
+        "import unittest\n"
+        "from torch.utils.module_tracker import ModuleTracker\n"
+        f"class {group}(unittest.TestCase):\n"
+        f"    def {test}(self):\n"
+        "        self.assertTrue(ModuleTracker.__module__.startswith('torch.'))\n"
+    )
+    done = run(checkout, file, "--modes", "drop-ins", "--repeat", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = found_in(checkout)["files"]
+    assert [one["case"] for one in result["intended"]] == [case]
+    assert result["differences"] == []
+    assert f"intended: {case}: {reason}" in done.stdout
+
+
 def test_nothing_to_run(tmp_path: Path) -> None:
     """For a folder without any of the files, the exit code is 2 and the error names the folder."""
     done = run(tmp_path)

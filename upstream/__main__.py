@@ -17,8 +17,9 @@ from pathlib import Path
 from upstream import differences
 from upstream.cases import PASSED, SKIPPED
 from upstream.differences import Difference
-from upstream.files import DEFAULT, TestFile
+from upstream.files import DEFAULT, INTENDED, TestFile
 from upstream.processes import MODES, PLAIN, Checkout, FileRun
+from upstream.startup import DROP_INS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class FileResult:
     runs: dict[str, FileRun]
     steady: list[Difference]
     flaky: list[Difference]
+    intended: list[Difference]
 
     def row(self) -> str:
         plain = [outcome.result for outcome in self.runs[PLAIN].outcomes.values()]
@@ -42,6 +44,7 @@ class FileResult:
             "runs": {mode: _run_dict(run) for mode, run in self.runs.items()},
             "differences": [asdict(difference) for difference in self.steady],
             "flaky": [asdict(difference) for difference in self.flaky],
+            "intended": [asdict(difference) for difference in self.intended],
         }
 
 
@@ -89,7 +92,13 @@ def _results(
             always, sometimes = differences.confirmed(runs, mode, rerun=rerun, repeat=repeat)
             steady += always
             flaky += sometimes
-        yield FileResult(file.path, runs, steady, flaky)
+        intended = [difference for difference in steady if _is_intended(difference)]
+        steady = [difference for difference in steady if difference not in intended]
+        yield FileResult(file.path, runs, steady, flaky, intended)
+
+
+def _is_intended(difference: Difference) -> bool:
+    return difference.mode == DROP_INS and difference.case in INTENDED
 
 
 def _print_differences(results: Sequence[FileResult]) -> None:
@@ -102,6 +111,8 @@ def _print_differences(results: Sequence[FileResult]) -> None:
         print(f"\n{title}: {len(cases)}")
         for difference in cases:
             print(f"  {difference}")
+    for difference in (difference for result in results for difference in result.intended):
+        print(f"\nintended: {difference.case}: {INTENDED[difference.case]}")
 
 
 def _time(run: FileRun) -> str:

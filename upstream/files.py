@@ -73,3 +73,10 @@ DEFAULT = (
     TestFile("distributed/checkpoint/test_state_dict_utils.py"),
     TestFile("distributed/checkpoint/test_file_system_checkpoint_cpu.py"),
 )
+
+# Cases that cannot pass on the drop-ins, and why.
+INTENDED = {
+    "test_flop_counter.py::TestFlopCounter::test_hook_registration": (
+        "counts torch's global module hooks; the drop-in registers none"
+    ),
+}

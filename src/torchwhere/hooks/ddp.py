@@ -171,6 +171,14 @@ def _reduced(ddp: Any) -> Iterator[WeakSlot]:
                 yield ref, key
 
 
+def _instance(module: nn.Module) -> nn.Module | None:
+    """The DDP instance that a module is, or that `replicate()` has created for it by now."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return module
+    instance: nn.Module | None = getattr(_torch.private("replicate").state(module), "_ddp", None)
+    return instance
+
+
 class Reducers:
     """Finds the DDP instance and the bucket of an all-reduce in backward."""
 
@@ -184,18 +192,20 @@ class Reducers:
         self._of_param: dict[int, Reducer] = {}
         self._reducers: dict[int, Reducer] = {}  # by the id of the DDP instance, while it lives
         self._alive: dict[int, weakref.ref[nn.Module]] = {}
-        # modules of `replicate()`, which creates a DDP instance in the first forward
-        self._replicated: list[weakref.ref[nn.Module]] = []
+        # Modules that were called and are or have DDP instances, until the next backward begins: a
+        # first call must not wait for a list of all parameters, and `replicate()` creates its
+        # instance in the first forward.
+        self._waiting: list[weakref.ref[nn.Module]] = []
         self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
         self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
 
     def meet(self, module: nn.Module) -> None:
         """Check a module at its first call: it may be a DDP instance, or have one."""
         replicated = _torch.private("replicated")
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            self._add(module)
-        elif replicated is not None and isinstance(module, replicated):
-            self._replicated.append(weakref.ref(module))
+        if isinstance(module, nn.parallel.DistributedDataParallel) or (
+            replicated is not None and isinstance(module, replicated)
+        ):
+            self._waiting.append(weakref.ref(module))
 
     def _add(self, ddp: nn.Module) -> None:
         key = id(ddp)
@@ -218,24 +228,23 @@ class Reducers:
     def look(self) -> bool:
         """Read the buckets before a backward. Returns whether all are final: no need to look again
         until there is a new instance."""
-        if self._replicated:
-            self._add_replicated()
-        is_final = not self._replicated
+        if self._waiting:
+            self._add_waiting()
+        is_final = not self._waiting
         for reducer in list(self._reducers.values()):
             reducer.look()
             is_final = is_final and not reducer.looks_left
         return is_final
 
-    def _add_replicated(self) -> None:
-        state_of, waiting = _torch.private("replicate"), []
-        for ref in self._replicated:
+    def _add_waiting(self) -> None:
+        called, self._waiting = self._waiting, []
+        for ref in called:
             module = ref()
-            ddp = getattr(state_of.state(module), "_ddp", None) if module is not None else None
+            ddp = None if module is None else _instance(module)
             if ddp is not None:
                 self._add(ddp)
             elif module is not None:
-                waiting.append(ref)
-        self._replicated = waiting
+                self._waiting.append(ref)
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket whose gradients `tensor` carries, if DDP's reducer launches it now on this

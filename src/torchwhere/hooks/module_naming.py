@@ -8,21 +8,25 @@ its model reaches it, its name is that of the calling module and the path from t
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
+from torchwhere.hooks.model_search import ModelSearch
 from torchwhere.model.module_names import NameTable
 from torchwhere.model.module_walk import ModuleWalk, child_name, name_below
 from torchwhere.model.wrappers import innermost, wrapped
 
-_MOST_SEARCHED = 200  # modules of a model, if a model of the same class was searched before
+# Modules that are searched for older roots and trained parameters:
+_MOST_AT_FIRST = 100  # from its begin, at the first call of a model
+_MOST_FROM_END = 50  # at the same call
+_MOST_LATER = 64  # at a later first call, if the search is not over
 _MOST_IN_GRAPH = 1000  # modules that are searched for a parameter
 
 
@@ -37,19 +41,20 @@ class ModuleNamer:
         text_of: Callable[[int], str | None],
         current_step: Callable[[], int],
         forget: Callable[[int], None],
+        forget_all: Callable[[], None],
     ) -> None:
         self.root_class = ""  # of the model whose names have no prefix
         self._names = names
         self._text_of = text_of
         self._current_step = current_step
         self._forget = forget  # removes the name of a module, by the id of the module
+        self._forget_all = forget_all
         self._foreign = ForeignModules(names)
         self._called: dict[int, weakref.ref[nn.Module]] = {}  # by the id of the name
         self._lock = threading.RLock()
         self._root: weakref.ref[nn.Module] | None = None
         self._root_is_given = False
-        self._searched: set[str] = set()  # classes of models that were searched for older roots
-        self._trained: dict[str, bool] = {}  # by class: whether a model of it is trained
+        self._searches: deque[ModelSearch] = deque()  # those that are not over
         names.on_renamed = self._drop
 
     def add_model(self, model: nn.Module) -> None:
@@ -77,6 +82,8 @@ class ModuleNamer:
             module: The module.
             within: The id of the name of the module that calls it, or `OUTSIDE`.
         """
+        if self._searches:
+            self._continue_search()
         name = self._known_name(module)
         if name is None:
             name = self._looked_up(module, within)
@@ -89,7 +96,7 @@ class ModuleNamer:
     def _known_name(self, module: nn.Module) -> str | None:
         """The name of a module of a known model, or of the module that it wraps."""
         return next(
-            (names[0] for part in _inwards(module) if (names := self._names.modules.get(id(part)))),
+            (names[0] for part in _inwards(module) if (names := self._names.names_so_far(part))),
             None,
         )
 
@@ -104,19 +111,24 @@ class ModuleNamer:
             self._names.begin_refresh()
         self._names.continue_walks()
         name = self._known_name(module)
-        caller = self._called.get(within)
-        if name is None and caller is not None and not self._names.is_complete:
-            name = self._name_below(caller(), self._text_of(within), module)
+        if name is None and not self._names.is_complete:
+            name = self._name_below_caller(module, within)
         return name
 
+    def _name_below_caller(self, module: nn.Module, within: int) -> str | None:
+        ref = self._called.get(within)
+        caller = None if ref is None else ref()
+        if caller is None:
+            return None
+        name = self._known_name(caller)  # the caller may have another name since it was called
+        return self._name_below(caller, self._text_of(within) if name is None else name, module)
+
     def _name_below(
-        self, outer: nn.Module | None, outer_name: str | None, module: nn.Module
+        self, outer: nn.Module, outer_name: str | None, module: nn.Module
     ) -> str | None:
         """The name of a module from its path below another module, until a walk reaches it."""
-        if outer is None or outer_name is None:
-            return None
-        relative = name_below(outer, module)
-        if relative is None:
+        relative = None if outer_name is None else name_below(outer, module)
+        if outer_name is None or relative is None:
             return None
         # a wrapped module has the name of its wrapper
         name = child_name(outer_name, relative) if relative else outer_name
@@ -132,7 +144,7 @@ class ModuleNamer:
         with self._lock:  # if two threads call two models first, only one of them is the root
             root = self._foreign.root_of(module, python_stack.caller(4))
             name = self._known_name(module)
-            if name is None and id(root) in self._names.modules:
+            if name is None and self._names.names_so_far(root):
                 name = self._name_of_added(module, root)
             return self._name_of_new_root(module, root) if name is None else name
 
@@ -155,16 +167,16 @@ class ModuleNamer:
         return name
 
     def _name_of_new_root(self, module: nn.Module, root: nn.Module) -> str:
-        is_model = self._takes_root(root) and self._is_trained(root)
+        is_model = self._search(root)
         if is_model:
             self._set_root(root)
         prefix = "" if is_model else self._foreign.prefix(root)
         is_complete = self._names.is_complete
         self._names.begin_root(root, prefix=prefix)
-        if is_complete:
-            self._names.continue_walks()
-        else:  # this call has named enough modules, and an older root may contain the new one
+        if not is_complete:  # an older root may contain the new one
             self._names.set_provisional(root, prefix)
+        elif root is not module:  # else the first calls of its modules continue the walk
+            self._names.continue_walks()
         name = self._known_name(module)
         if name is None:
             name = self._name_below(root, prefix, module)
@@ -172,60 +184,73 @@ class ModuleNamer:
 
     # -- the root ----------------------------------------------------------------------------------
 
-    def _takes_root(self, model: nn.Module) -> bool:
-        """Whether a model may have the names without a prefix.
+    def _search(self, model: nn.Module) -> bool:
+        """Begin to search a new model. Returns whether it is the root now."""
+        with_parts = not self._current_step() and any(
+            self._may_be_dropped(root) for _, root in self._names.roots()
+        )
+        if not with_parts and not self._root_is_free:
+            return False
+        search = ModelSearch(model)
+        self._visit(search, search.last(_MOST_FROM_END))
+        self._visit(search, search.next(_MOST_AT_FIRST))
+        if not search.is_over:
+            self._searches.append(search)
+        return search.is_trained and self._root_is_free
 
-        True for the first model, and for a new model after the first one was freed. In the first
-        step also for a model that contains the first one: a job may call a part before it builds
-        the model. In later steps such a model may be a wrapper for evaluation on a single rank.
+    def _continue_search(self) -> None:
+        """Visit further modules of the model that has waited longest. If a trained parameter or the
+        root is inside, the model is the root from now on."""
+        with self._lock:
+            search = self._searches.popleft() if self._searches else None
+            model = None if search is None else search.model
+            is_root = model is not None and self._names.prefix_of(model) is not None
+            if search is None or model is None or not is_root:
+                return
+            self._visit(search, search.next(_MOST_LATER))
+            if search.is_trained and self._root_is_free:
+                self._drop(model)
+                self._set_root(model)
+                self._names.begin_root(model, prefix="")
+            if not search.is_over and (self._root_is_free or not self._current_step()):
+                self._searches.appendleft(search)
+
+    def _visit(self, search: ModelSearch, parts: Iterable[nn.Module]) -> None:
+        """Visit some modules of a model. In the first step, forget the names of those that are
+        roots: they get names below the model.
+
+        A job may call a part before it builds the model. In later steps a model around the root may
+        be a wrapper for evaluation on a single rank.
         """
-        parts = self._drop_parts_of(model)
-        if self._root is None or self._root_is_given:
-            return self._root is None
-        root = self._root()
-        return root is None or any(part is root for part in parts)
-
-    def _drop_parts_of(self, model: nn.Module) -> list[nn.Module]:
-        """In the first step, forget the names of roots that are part of a model: they get names
-        below that model."""
-        if self._current_step():
-            return []
-        roots = {
-            id(root): root
-            for prefix, root in self._names.roots()
-            if prefix or not self._root_is_given
-        }
-        parts = self._contained(roots, model) if roots else []
+        model, is_first_step = search.model, not self._current_step()
         for part in parts:
-            self._drop(part)
-        return parts
+            if is_first_step and part is not model and self._may_be_dropped(part):
+                if self._root is not None and self._root() is part:
+                    self._root, search.is_trained = None, True
+                self._drop(part)
 
-    def _contained(self, modules: dict[int, nn.Module], model: nn.Module) -> list[nn.Module]:
-        """The modules that are part of a model."""
-        kind = _class_of(model)
-        most = _MOST_SEARCHED if kind in self._searched else sys.maxsize
-        self._searched.add(kind)
-        ids = {id(part) for _, part in ModuleWalk(model).next(most) if id(part) in modules}
-        return [module for key, module in modules.items() if key in ids]
+    @property
+    def _root_is_free(self) -> bool:
+        """Whether a new model may have the names without a prefix: there is no root, or it was
+        freed."""
+        if self._root_is_given:
+            return False
+        return self._root is None or self._root() is None
+
+    def _may_be_dropped(self, module: nn.Module) -> bool:
+        """Whether a module is a root that the user did not pass."""
+        prefix = self._names.prefix_of(module)
+        return prefix is not None and (bool(prefix) or not self._root_is_given)
 
     def _drop(self, module: nn.Module) -> None:
         """Forget the name of a module, and of everything below it if it is a root."""
-        if all(root is not module for _, root in self._names.roots()):
+        if self._names.prefix_of(module) is None:
             self._forget(id(module))
             return
-        for part in module.modules():
-            self._forget(id(part))
+        # Which modules below it were called is not known without a walk. So all modules are named
+        # again at their next call; those of other roots get the same names.
+        self._forget_all()
         self._names.drop_root(module)
-
-    def _is_trained(self, model: nn.Module) -> bool:
-        """Whether a model has a parameter that requires a gradient."""
-        kind = _class_of(model)
-        walk = ModuleWalk(model)
-        most = _MOST_SEARCHED if kind in self._trained else sys.maxsize
-        is_trained = any(_has_trained_parameter(part) for _, part in walk.next(most))
-        if is_trained or walk.is_over:
-            self._trained[kind] = is_trained
-        return self._trained[kind]
 
 
 def _inwards(module: nn.Module) -> Iterator[nn.Module]:
@@ -234,15 +259,6 @@ def _inwards(module: nn.Module) -> Iterator[nn.Module]:
     while inner is not None:
         yield inner
         inner = wrapped(inner)
-
-
-def _class_of(model: nn.Module) -> str:
-    cls = type(innermost(model))
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _has_trained_parameter(module: nn.Module) -> bool:
-    return any(param is not None and param.requires_grad for param in module._parameters.values())
 
 
 def _is_graph(module: nn.Module) -> bool:

@@ -66,12 +66,14 @@ class ModuleHook:
         # The packed place of a module without a call, by its id; negative for a wrapper module.
         self._bases: dict[int, int] | IntMap = {} if box.native is None else box.native.IntMap()
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
+        self._wrappers: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._namer = ModuleNamer(
             locator.names,
             text_of=locator.text_of,
             current_step=current_step,
             forget=self._forget,
+            forget_all=self._bases.clear,
         )
         # how often each module was called in this step
         self.calls: dict[int, int] | Counts = {} if box.native is None else box.native.Counts()
@@ -144,7 +146,7 @@ class ModuleHook:
 
     def wrappers(self) -> list[nn.Module]:
         """The wrapper modules that were called and are alive."""
-        called = (ref() for key, ref in list(self._refs.items()) if self._bases.get(key, 0) < 0)
+        called = (ref() for ref in list(self._wrappers.values()))
         return [module for module in called if module is not None]
 
     def is_transparent(self, module: nn.Module) -> bool:
@@ -250,7 +252,9 @@ class ModuleHook:
             name_id = self._locator.module_id(name)
             self._namer.note_called(name_id, ref)
             packed = name_id << MODULE_SHIFT | FORWARD_BITS
-            base = packed if wrapped(module) is None else -packed
+            base = packed
+            if wrapped(module) is not None:
+                base, self._wrappers[id(module)] = -packed, ref
         self._bases[id(module)], self._refs[id(module)] = base, ref
         return base
 
@@ -274,3 +278,4 @@ class ModuleHook:
     def _forget(self, key: int) -> None:
         self._bases.pop(key, None)
         self._refs.pop(key, None)
+        self._wrappers.pop(key, None)

@@ -38,8 +38,9 @@ class _ModuleRef(weakref.ref[object]):
     A subclass takes half the time of a closure for each module.
     """
 
-    __slots__ = ("key", "tensors")
+    __slots__ = ("key", "root", "tensors")
     key: int
+    root: _Root | None  # the root that gave the module its names
     tensors: list[int]
 
 
@@ -51,6 +52,7 @@ class _Root:
     prefix: str
     walk: ModuleWalk | None = None  # the walk over its modules, until it is over
     is_scanned: bool = False  # whether its tensors have names too
+    is_dropped: bool = False  # whether the names that it gave are out of date
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +70,8 @@ class NameTable:
     # called with a module whose provisional name differs from its name
     on_renamed: Callable[[nn.Module], None] = lambda _module: None
     _alive: dict[int, _ModuleRef] = field(default_factory=dict)
-    _roots: list[_Root] = field(default_factory=list)
+    _roots: dict[int, _Root] = field(default_factory=dict)  # by the id of the module
+    _has_dropped: bool = False  # whether names of a dropped root may be left
     _most_roots: int = _FEW_ROOTS  # if there are so many roots, dead ones are removed
     _unfinished: deque[_Root] = field(default_factory=deque)  # roots with a walk that is not over
     _provisional: dict[int, str] = field(default_factory=dict)  # by the id of the module
@@ -93,37 +96,39 @@ class NameTable:
     def begin_root(self, root: nn.Module, *, prefix: str = "") -> None:
         """Name a root now, and the modules below it when `continue_walks` is called."""
         with self._lock:
-            self._add(root, prefix)
-            self._walk_again(self._new_root(root, prefix))
+            new = self._new_root(root, prefix)
+            self._add(root, prefix, new)
+            self._walk_again(new)
 
     def _new_root(self, module: nn.Module, prefix: str) -> _Root:
         if len(self._roots) >= self._most_roots:
             self._remove_dead_roots()
             self._most_roots = 2 * len(self._roots) + _FEW_ROOTS
-        root = _Root(weakref.ref(module), prefix)
-        self._roots.append(root)
+        root = self._roots[id(module)] = _Root(weakref.ref(module), prefix)
         return root
 
     def _remove_dead_roots(self) -> None:
-        self._roots = [root for root in self._roots if root.ref() is not None]
+        self._roots = {key: root for key, root in self._roots.items() if root.ref() is not None}
 
     def drop_root(self, module: nn.Module) -> None:
-        """Forget the names of a root and of everything below it: it is part of a larger model."""
+        """Forget the names of a root and of everything below it: it is part of a larger model.
+
+        This takes the same time for a root of any size. The names are out of date from now on, and
+        the next walk that reaches a module replaces them.
+        """
         with self._lock:
-            for root in self._roots:
-                if root.ref() is module:
-                    root.walk = None
-            self._roots = [root for root in self._roots if root.ref() is not module]
-        for _, part in walk(module):
-            self.modules.pop(id(part), None)
-            for tensor in (*part._parameters.values(), *part._buffers.values()):
-                self.params.drop(tensor)
-                if self.buffers is not None:
-                    self.buffers.drop(tensor)
+            root = self._roots.pop(id(module))
+            root.walk, root.is_dropped = None, True
+            self._has_dropped = True
+
+    def prefix_of(self, module: nn.Module) -> str | None:
+        """The prefix of the names of a root; None if the module is not a root."""
+        root = self._roots.get(id(module))
+        return root.prefix if root is not None and root.ref() is module else None
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """The roots that are alive, each with the prefix of its names."""
-        alive = ((root.prefix, root.ref()) for root in self._roots)
+        alive = ((root.prefix, root.ref()) for root in list(self._roots.values()))
         return [(prefix, module) for prefix, module in alive if module is not None]
 
     # -- in parts ----------------------------------------------------------------------------------
@@ -137,7 +142,7 @@ class NameTable:
         """Start to walk over all roots again, for modules that were added to them."""
         with self._lock:
             self._remove_dead_roots()
-            for root in self._roots:
+            for root in self._roots.values():
                 if root.walk is None:
                     self._walk_again(root)
 
@@ -155,7 +160,7 @@ class NameTable:
                 root = self._unfinished[0]
                 if root.walk is not None and root.ref() is not None:
                     for name, module in root.walk.next(left):
-                        self._add(module, name)
+                        self._add(module, name, root)
                         left -= 1
                 if root.walk is None or root.ref() is None or root.walk.is_over:
                     root.walk = None
@@ -171,23 +176,33 @@ class NameTable:
 
     def complete(self) -> None:
         """Finish all walks, and name the tensors of all roots."""
-        if self._unfinished or not all(root.is_scanned for root in self._roots):
+        roots = list(self._roots.values())
+        if self._unfinished or self._has_dropped or not all(root.is_scanned for root in roots):
             with self._lock:
-                for root in list(self._roots):
+                for root in list(self._roots.values()):
                     if root.walk is not None or not root.is_scanned:
                         self._scan(root)
-                self._unfinished.clear()
-                self._provisional.clear()
+                self._end_walks()
 
     # -- all at once -------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Name modules and tensors that were added or replaced below the roots."""
         self._remove_dead_roots()
-        for root in list(self._roots):
+        for root in list(self._roots.values()):
             self._scan(root)
+        self._end_walks()
+
+    def _end_walks(self) -> None:
+        """Every module has its names: forget the provisional ones and those of dropped roots."""
         self._unfinished.clear()
         self._provisional.clear()
+        if self._has_dropped:
+            for key, ref in list(self._alive.items()):
+                if _is_out_of_date(ref):
+                    self.modules.pop(key, None)
+                    self._forget_tensors(ref)
+            self._has_dropped = False
 
     def _scan(self, root: _Root) -> None:
         module = root.ref()
@@ -198,7 +213,7 @@ class NameTable:
         has_buffers = self.buffers is not None
         with gc_paused():
             for name, part in walk(module, prefix=root.prefix):
-                ref = add(part, name)
+                ref = add(part, name, root)
                 if part._parameters or (has_buffers and part._buffers) or ref.tensors:
                     name_tensors(part, ref, f"{name}." if name else "")
                 if classes and isinstance(part, classes):
@@ -206,22 +221,26 @@ class NameTable:
             for unit in units:
                 self._name_managed(unit)
 
-    def _add(self, module: nn.Module, name: str) -> _ModuleRef:
+    def _add(self, module: nn.Module, name: str, root: _Root) -> _ModuleRef:
         key = id(module)
         if self._provisional and self._provisional.pop(key, name) != name:
             self.on_renamed(module)
-        names = self.modules.get(key)
+        names, ref = self.modules.get(key), self._alive.get(key)
+        if ref is None:
+            ref = self._refer(module)
+        elif names is not None and self._has_dropped and _is_out_of_date(ref):
+            self._forget_tensors(ref)
+            names = None
         if names is None:
-            self.modules[key] = [name]
-            return self._alive.get(key) or self._refer(module)
-        if name not in names:
+            self.modules[key], ref.root = [name], root
+        elif name not in names:
             names.append(name)
-        return self._alive[key]
+        return ref
 
     def _refer(self, module: nn.Module) -> _ModuleRef:
         """Refer to a module weakly: its id is valid only while it lives."""
         ref = self._alive[id(module)] = _ModuleRef(module, self._on_death)
-        ref.key, ref.tensors = id(module), []
+        ref.key, ref.root, ref.tensors = id(module), None, []
         return ref
 
     def _name_tensors(self, module: nn.Module, ref: _ModuleRef, start: str) -> None:
@@ -267,6 +286,10 @@ class NameTable:
             if self.buffers is not None:
                 self.buffers.remove_slots(key, ref)
 
+    def _forget_tensors(self, ref: _ModuleRef) -> None:
+        self._remove_tensors(ref, ref.tensors)
+        ref.tensors = []
+
     def _forget(self, dead: weakref.ref[object]) -> None:
         key = dead.key  # type: ignore[attr-defined]
         if self._alive.get(key) is dead:
@@ -278,11 +301,20 @@ class NameTable:
 
     # -- look-up -----------------------------------------------------------------------------------
 
+    def names_so_far(self, module: nn.Module) -> list[str]:
+        """The names of a module that the walks have found until now."""
+        names = self.modules.get(id(module))
+        if names is None or (self._has_dropped and _is_out_of_date(self._alive[id(module)])):
+            return []
+        return names
+
     def known_names(self, module: nn.Module) -> list[str]:
         """All names of a module in a root. Does not search for modules that were added later."""
-        if self._unfinished and id(module) not in self.modules:
+        names = self.names_so_far(module)
+        if not names and self._unfinished:
             self.complete()
-        return self.modules.get(id(module)) or []
+            names = self.names_so_far(module)
+        return names
 
     def module_names(self, module: nn.Module) -> list[str]:
         """All names of a module. Searches the roots for an unknown module once: it may have been
@@ -290,7 +322,7 @@ class NameTable:
         names = self.known_names(module)
         if not names and id(module) not in self._foreign:
             self.refresh()
-            names = self.modules.get(id(module)) or []
+            names = self.names_so_far(module)
             if not names:
                 self._foreign.add(id(module))
                 self._alive.get(id(module)) or self._refer(module)
@@ -300,7 +332,7 @@ class NameTable:
         """All names of a parameter in a root. Does not search for parameters that were added
         later."""
         names = self.params.of(param)
-        if not names:
+        if not names or self._has_dropped:
             self.complete()
             names = self.params.of(param)
         return names
@@ -345,6 +377,10 @@ class NameTable:
         ):
             if table is not None:
                 table.clear()
+
+
+def _is_out_of_date(ref: _ModuleRef) -> bool:
+    return ref.root is not None and ref.root.is_dropped
 
 
 def owner(param: str) -> str:

@@ -160,7 +160,7 @@ def child_name(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
 
-def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The children of a module by key. A ScriptModule has no dictionary of them."""
     children = module._modules
     return children if isinstance(children, dict) else dict(children.items())

@@ -132,7 +132,13 @@ inline int int_map_set(IntMap* self, PyObject* key, PyObject* value) {
   return 0;
 }
 
+inline PyObject* int_map_clear(IntMap* self, PyObject*) {
+  self->of = Table();
+  Py_RETURN_NONE;
+}
+
 inline PyMethodDef int_map_methods[] = {
+    {"clear", method(int_map_clear), METH_NOARGS, nullptr},
     {"get", method(int_map_get<false>), METH_FASTCALL, nullptr},
     {"pop", method(int_map_get<true>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
