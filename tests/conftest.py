@@ -17,6 +17,7 @@ import torch
 
 import leaks
 from rank_pool import Pool
+from warm_python import WarmPython
 
 torch.set_num_threads(1)
 # pytest leaves SIGBUS to faulthandler: what the tests find before a watch must be there after it.
@@ -97,6 +98,14 @@ def library(building: subprocess.Popen[str]) -> Path:
     state, _, path = out.strip().partition(": ")
     assert state in ("built", "already built")
     return Path(path)
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPython]:
+    """Runs Python programs in forks of a process that has imported torch."""
+    python = WarmPython()
+    yield python
+    python.close()
 
 
 @pytest.fixture(scope="session")
