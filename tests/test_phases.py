@@ -9,6 +9,7 @@ import contextvars
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from torchwhere.blackbox.phase_sums import MOST_PATHS, OTHERS, PhaseKey, PhaseSu
 from torchwhere.diagnose.phases import Phases, table
 from torchwhere.hooks import phases as phase_hook
 from torchwhere.render.phases import phases_lines
+from warm_python import WarmPython
 
 GOLDEN = Path(__file__).parent / "golden"
 MS = 1_000_000
@@ -605,7 +607,7 @@ def test_reading_needs_no_torch(four_rank_run: tuple[Path, list[dict[str, Any]]]
     assert done.stdout.rstrip("\n") == str(torchwhere.phases(four_rank_run[0]))
 
 
-def test_a_killed_process(tmp_path: Path) -> None:
+def test_a_killed_process(warm: WarmPython, tmp_path: Path) -> None:
     """The box of a process that was killed says what it was in the middle of, and everything that
     had ended."""
     program = (
@@ -616,7 +618,7 @@ def test_a_killed_process(tmp_path: Path) -> None:
         "with torchwhere.phase('train'), torchwhere.phase('save'):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=400)
+    assert warm.run("-c", program).returncode == -signal.SIGKILL
     found = torchwhere.phases(tmp_path)
     assert [(row.path, row.all.count, row.all.running) for row in found] == [
         (("data",), 3, 0),

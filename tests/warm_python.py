@@ -69,8 +69,10 @@ class WarmPython:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         stdin: int | None = None,
+        stdout: int | None = None,
     ) -> Program:
-        """Start `python *arguments`; the arguments begin with `-c`, `-m` or a file."""
+        """Start `python *arguments`; the arguments begin with `-c`, `-m` or a file. `stdin` and
+        `stdout` may be other files than an empty one and the one that `Program.end` reads."""
         if self._socket is None:
             self._serve()
         assert self._socket is not None
@@ -83,6 +85,8 @@ class WarmPython:
         status, writing = os.pipe()
         with open(os.devnull) as nothing:
             descriptors = [nothing.fileno() if stdin is None else stdin, *outputs]
+            if stdout is not None:
+                descriptors[1] = stdout
             message = json.dumps(request).encode()
             header = b"%12d" % len(message)
             socket.send_fds(self._socket, [header], [*descriptors, writing])
