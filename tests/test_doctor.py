@@ -48,10 +48,10 @@ VICTIMS = (0, 2, 3) if os.environ.get("TORCHWHERE_ALL_VICTIMS") else (2,)
 # `make test` cuts the boxes of one job of each kind of verdict.
 CUT = {
     "branch",
+    "cable_pulled",
     "data_loader",
     "healthy_ddp",
     "opposite_groups",
-    "others_give_up",
     "sigkill",
     "straggler",
 }
