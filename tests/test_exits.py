@@ -20,7 +20,7 @@ from torchwhere.diagnose.doctor.exit_records import interrupted
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.render.verdict_text.rank_details import exit_text
+from torchwhere.render.verdict_text.phrases import exit_text
 from warm_python import WarmPython
 
 HUNG_UP = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:50363"

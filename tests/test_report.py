@@ -30,8 +30,7 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import PASS_LABELS, Pass
-from torchwhere.diagnose.calls.job_calls import calls_of_run
-from torchwhere.diagnose.calls.load import load_calls, load_calls_with
+from torchwhere.diagnose.calls.job_calls import calls_of_run, load_calls, load_calls_with
 from torchwhere.diagnose.clocks import host_clocks
 from torchwhere.diagnose.report import collectives, modules, ranks, steps, texts
 from torchwhere.diagnose.report.digest import Digest, step_times

@@ -29,11 +29,11 @@ from torchwhere.blackbox.stored_layouts import layouts_in
 from torchwhere.hooks.backward import BackwardHook
 from torchwhere.hooks.collectives import CollectiveHook
 from torchwhere.hooks.exceptions import ExceptionHook
-from torchwhere.hooks.fault_stack import Faults
 from torchwhere.hooks.group_creation import GroupCreationHook
 from torchwhere.hooks.late_imports import LateImports
 from torchwhere.hooks.modules import ModuleHook
 from torchwhere.hooks.optimizers import OptimizerHook
+from torchwhere.hooks.stack_files import Faults
 from warm_python import Program, WarmPython
 
 

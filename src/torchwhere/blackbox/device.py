@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.cursor_place import cursor_place
 from torchwhere.blackbox.file_format import (
     COUNTER_STREAM,
     LANE_BYTES,
@@ -35,6 +34,7 @@ from torchwhere.blackbox.file_format import (
     TIMES_DONE,
     TIMES_NUMBER,
     TIMES_REACHED,
+    cursor_place,
     unpack_stream,
 )
 from torchwhere.core.events import Kind

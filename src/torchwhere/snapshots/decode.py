@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Counts
-from torchwhere.blackbox.groups import Group
+from torchwhere.blackbox.string_table import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import KIND_LABELS, Event
 from torchwhere.core.place import Certainty, Place

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.groups import Group
+from torchwhere.blackbox.string_table import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice

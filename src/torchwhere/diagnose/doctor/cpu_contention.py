@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchwhere.diagnose.calls.job_calls import JobCalls
-from torchwhere.diagnose.calls.windows import CallWindow
+from torchwhere.diagnose.calls.stream_calls import CallWindow
 
 _ASKED = 16  # neighbours
 _EXPLAINS = 0.5  # of the time that is lost

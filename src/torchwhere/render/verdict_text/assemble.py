@@ -51,7 +51,7 @@ from torchwhere.render.verdict_text import (
     no_fault,
     straggler,
 )
-from torchwhere.render.verdict_text.rank_details import detail_text
+from torchwhere.render.verdict_text.phrases import detail_text
 
 
 def verdict_of(diagnosis: Diagnosis) -> Verdict:
