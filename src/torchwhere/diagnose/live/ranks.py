@@ -2,8 +2,8 @@
 
 `LiveRanks` keeps the results of earlier polls. The caller passes the time. A rank is stalled if it
 has made no progress for longer than usual: `stall_s`, or a few of its own steps if they take
-longer. A stalled rank waits for the ranks that have not issued its last collective. This is a quick first estimate for every
-rank; the verdict of the doctor takes longer and gives the reason.
+longer. A stalled rank waits for the ranks that have not issued its last collective. This is a quick
+first estimate for every rank; the verdict of the doctor takes longer and gives the reason.
 """
 
 from __future__ import annotations
