@@ -14,9 +14,8 @@ from rich.cells import cell_len, set_cell_size
 from torchwhere.core.place import Certainty, shown
 from torchwhere.core.rank_text import ranks_text
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.live.cohorts import LiveCohort
 from torchwhere.diagnose.live.ranks import RankNow
-from torchwhere.diagnose.live.run import is_culprit
+from torchwhere.diagnose.live.run import LiveCohort, is_culprit
 from torchwhere.render.lines import Line, plain
 from torchwhere.render.top_view import TopRow
 

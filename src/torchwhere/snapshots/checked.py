@@ -9,6 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torchwhere.blackbox.device import DeviceState
+from torchwhere.core.place import Place
+
 MAX_NUMBER = 1 << 62
 MAX_RANKS = 1 << 20  # as many as a counter can distinguish
 MAX_TEXT = 1 << 20
@@ -62,3 +65,33 @@ def dict_(value: Any) -> dict[str, Any]:
 
 def or_none(read: Callable[[Any], T], value: Any) -> T | None:
     return None if value is None else read(value)
+
+
+# -- the progress of a device ----------------------------------------------------------------------
+# Encoded for JSON, and checked when it is decoded.
+
+_MOST_RECORDS = 512
+
+
+def encode_device(state: DeviceState | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    return state._asdict() | {"place": state.place.to_dict() if state.place is not None else None}
+
+
+def decode_device(
+    value: Any, ahead_ns: int, *, place: Callable[[Any], Place]
+) -> DeviceState | None:
+    """The state of a device, by the clock of the reader. `place` decodes a place."""
+    if value is None:
+        return None
+    data = dict_(value)
+    looked_ns, reached_ns = int_(data["looked_ns"]), int_(data["reached_ns"])
+    return DeviceState(
+        looked_ns=looked_ns - ahead_ns if looked_ns else 0,
+        reached_ns=reached_ns - ahead_ns if reached_ns else 0,
+        place=or_none(place, data["place"]),
+        pending=int_(data["pending"]),
+        reached=tuple(map(int_, list_(data["reached"], most=_MOST_RECORDS))),
+        unreached=tuple(map(int_, list_(data["unreached"], most=_MOST_RECORDS))),
+    )

@@ -33,6 +33,7 @@ from torchwhere.snapshots.checked import (
     MAX_TEXT,
     InvalidError,
     bool_,
+    decode_device,
     dict_,
     float_,
     int_,
@@ -42,7 +43,6 @@ from torchwhere.snapshots.checked import (
     text_,
     text_or_none,
 )
-from torchwhere.snapshots.device_state import decode_device
 from torchwhere.snapshots.encode import (
     ARRAYS,
     HEAD,

@@ -27,7 +27,7 @@ from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice
 from torchwhere.diagnose.calls.keys import CallSite
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.snapshots.device_state import encode_device
+from torchwhere.snapshots.checked import encode_device
 
 VERSION = 2
 MAGIC = b"TWSNAP%02d" % VERSION

@@ -18,15 +18,16 @@ from torchwhere.blackbox.box import Box
 from torchwhere.core.grouping import grouped
 from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff import alignment
-from torchwhere.diagnose.diff.agreement import ComparedCall, first_mismatch
 from torchwhere.diagnose.diff.alignment import ClassDifference, Position
 from torchwhere.diagnose.diff.cohorts import (
     MOST_DIVERGENCES,
     Cohorts,
+    ComparedCall,
     ComparedItem,
     Comparison,
     Divergence,
     Version,
+    first_mismatch,
     in_order,
 )
 from torchwhere.diagnose.diff.facts import (

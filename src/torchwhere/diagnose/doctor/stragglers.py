@@ -29,8 +29,14 @@ from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.stream_calls import CallWindow, StreamCalls
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
-from torchwhere.diagnose.doctor.cpu_contention import CpuContention, cpu_contention
-from torchwhere.diagnose.doctor.lateness import Lost, Trust, by_one_clock, lost
+from torchwhere.diagnose.doctor.lateness import (
+    CpuContention,
+    Lost,
+    Trust,
+    by_one_clock,
+    cpu_contention,
+    lost,
+)
 
 _ROUNDS = 50  # examined at the end of the run; then twice as many, and so on
 _COST = 0.15  # share of the job's time; less is not reported
