@@ -23,7 +23,6 @@ from torchwhere.diagnose.calls.keys import CallSite, StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.calls.stream_calls import StreamCalls
 
-
 # -- roles of streams ------------------------------------------------------------------------------
 # The tensor-parallel pairs of a mesh are different groups with the same role. Groups of a mesh are
 # identified by their dimension; others by their size and by the order in which torch created them,

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-
 # -- safe texts ------------------------------------------------------------------------------------
 # `texts.js` does the same for texts that the script shows. Control and direction characters become
 # visible symbols, markup is escaped, and absurd lengths are cut, with the whole text in the title.
