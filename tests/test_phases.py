@@ -471,7 +471,7 @@ def test_errors_do_not_reach_the_program(
     assert len(torchwhere.phases()) == 0
 
 
-@pytest.mark.parametrize(("what", "kind"), [(5, "int"), (None, "NoneType")])
+@pytest.mark.parametrize(("value", "kind"), [(5, "int"), (None, "NoneType")])
 def test_only_functions_are_decorated(value: Any, kind: str) -> None:
     """Decorating anything but a function is a TypeError that says so."""
     with pytest.raises(TypeError, match=rf"^phase\('data'\) decorates a function, got {kind}$"):
