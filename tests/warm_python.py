@@ -8,6 +8,7 @@ of CPU time, is done once for all programs. Tracebacks have two more frames at t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -16,9 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+_PIPE_BYTES = 1 << 20  # a program may print this much before the test waits for its end
 
 
 class Ended(NamedTuple):
@@ -41,15 +45,27 @@ class Program:
         return not select.select([self._status], [], [], 0)[0]
 
     def end(self, timeout: float = 400) -> Ended:
-        """Wait until the program has ended, and return its code and its whole output."""
-        try:
-            if not select.select([self._status], [], [], timeout)[0]:
+        """Wait until the program and all processes that print to its output have ended. Returns its
+        code and the whole output."""
+        deadline = time.monotonic() + timeout
+        texts = dict.fromkeys(self._outputs, b"")
+        unread = set(self._outputs)
+        while unread or self.runs():
+            ready = select.select([*unread], [], [], 0.1)[0] if unread else []
+            for output in ready:
+                block = os.read(output, 1 << 16)
+                texts[output] += block
+                if not block:
+                    unread.remove(output)
+            if time.monotonic() > deadline:
                 self.kill()
                 raise TimeoutError(f"the program runs for more than {timeout} s")
-            code = os.waitstatus_to_exitcode(int(os.read(self._status, 32)))
-        finally:
-            os.close(self._status)
-        return Ended(code, *map(_text, self._outputs))
+            if not unread:
+                time.sleep(0.01)
+        code = os.waitstatus_to_exitcode(int(os.read(self._status, 32)))
+        for descriptor in (self._status, *self._outputs):
+            os.close(descriptor)
+        return Ended(code, *(text.decode() for text in texts.values()))
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -81,18 +97,21 @@ class WarmPython:
             "cwd": str(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
         }
-        outputs = [os.memfd_create(name) for name in ("stdout", "stderr")]
+        outputs, theirs = zip(*(os.pipe() for _ in range(2)), strict=True)
         status, writing = os.pipe()
+        for output in outputs:
+            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         with open(os.devnull) as nothing:
-            descriptors = [nothing.fileno() if stdin is None else stdin, *outputs]
+            descriptors = [nothing.fileno() if stdin is None else stdin, *theirs]
             if stdout is not None:
                 descriptors[1] = stdout
             message = json.dumps(request).encode()
             header = b"%12d" % len(message)
             socket.send_fds(self._socket, [header], [*descriptors, writing])
             self._socket.sendall(message)
-        os.close(writing)
-        return Program(int(self._socket.recv(32)), status, outputs)
+        for descriptor in (*theirs, writing):
+            os.close(descriptor)
+        return Program(int(self._socket.recv(32)), status, [*outputs])
 
     def run(self, *arguments: object, timeout: float = 400, **options: Any) -> Ended:
         """Run `python *arguments` until it ends."""
@@ -109,12 +128,6 @@ class WarmPython:
         if self._server is not None and self._socket is not None:
             self._socket.close()  # the server ends
             self._server.wait(10)
-
-
-def _text(output: int) -> str:
-    with open(output) as file:
-        file.seek(0)
-        return file.read()
 
 
 # -- the process that programs are forked from -----------------------------------------------------
