@@ -38,7 +38,7 @@ from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes import py_spy
 from torchwhere.snapshots.read import DOCTOR, MONITOR
 
-AT_ONCE = 6
+AT_ONCE = 4
 POLL_S = 1.0
 STEPS_ENOUGH = 40
 # The sources of snapshots: the job's monitor, and a doctor that ran beside the job.
