@@ -102,7 +102,8 @@ def _rows_in_browser(page: Path) -> list[Row]:
 
 
 def _opened(chromium: Any, page: Path) -> tuple[float, float]:
-    with chromium.opened(page) as opened:
+    # with a setting, so that the page gets a new window
+    with chromium.opened(page, color_scheme="light") as opened:
         whole: float = opened.page.evaluate("performance.now()")
         return opened.first_paint_ms(), whole
 

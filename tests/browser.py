@@ -1,7 +1,6 @@
 """A real browser for the report page: Debian's Chromium without a screen, driven by playwright.
 
-Every page that is opened is listened to: what it asks for, what goes wrong in its script, what its
-policy had to refuse.
+Every open page is observed: its requests, the errors of its script, and what its policy refuses.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ _ARGUMENTS = (
     "--no-first-run",
     "--disable-background-networking",
 )
+_SIZE = {"width": 1366, "height": 768}
 _LISTEN = """
 window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective));
@@ -36,62 +36,88 @@ document.addEventListener("securitypolicyviolation", (event) => window.violation
 
 @dataclass
 class Opened:
-    """A page of the report, and what was heard of it."""
+    """A page of the report, with the requests and the errors since it was opened."""
 
     page: Any
     requests: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def violations(self) -> list[str]:
-        found: list[str] = self.page.evaluate("window.violations")
-        return found
+        directives: list[str] = self.page.evaluate("window.violations")
+        return directives
 
     def first_paint_ms(self) -> float:
-        found: float = self.page.evaluate(
+        start_ms: float = self.page.evaluate(
             "performance.getEntriesByName('first-contentful-paint')[0].startTime"
         )
-        return found
+        return start_ms
+
+    def load(self, path: Path) -> None:
+        """Load a file anew and wait until all its sections are filled."""
+        self.requests.clear()
+        self.errors.clear()
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready]", timeout=30_000)
+
+    def listen(self) -> None:
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", self._on_console)
+        self.page.on("dialog", self._on_dialog)
+
+    def _on_console(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
+
+    def _on_dialog(self, dialog: Any) -> None:
+        self.errors.append(f"dialog {dialog.message}")
+        dialog.dismiss()
 
 
 class Browser:
-    """One Chromium for many pages."""
+    """One Chromium for many pages.
+
+    Pages that need nothing special are loaded one after another in the same window: a new window
+    takes 1 s more of CPU time.
+    """
 
     def __init__(self, chromium: Any) -> None:
         self._chromium = chromium
+        self._shared: Opened | None = None
 
     @contextmanager
-    def opened(self, path: Path, *, script: str = "", **context: Any) -> Iterator[Opened]:
-        """The page in a window of its own, with all its sections there. `script` runs before the
-        page's own."""
-        settings = {"viewport": {"width": 1366, "height": 768}, "color_scheme": "light"} | context
-        window = self._chromium.new_context(**settings)
-        window.add_init_script(_LISTEN + script)
-        window.set_default_timeout(10_000)
-        found = Opened(window.new_page())
-        found.page.on("request", lambda request: found.requests.append(request.url))
-        found.page.on("pageerror", lambda error: found.errors.append(str(error)))
-        found.page.on(
-            "console",
-            lambda said: (
-                found.errors.append(said.text) if said.type in ("error", "warning") else None
-            ),
+    def opened(self, path: Path, *, script: str = "", **settings: Any) -> Iterator[Opened]:
+        """Open a page with all its sections filled. A page with settings or with a `script`, which
+        runs before its own script, gets its own window."""
+        if script or settings:
+            window = self._window(script, **settings)
+            try:
+                window.load(path)
+                yield window
+            finally:
+                window.page.context.close()
+            return
+        if self._shared is None:
+            self._shared = self._window()
+        self._shared.page.set_viewport_size(_SIZE)
+        self._shared.page.mouse.move(0, 0)
+        self._shared.load(path)
+        yield self._shared
+
+    def _window(self, script: str = "", **settings: Any) -> Opened:
+        context = self._chromium.new_context(
+            **{"viewport": _SIZE, "color_scheme": "light"} | settings
         )
-        found.page.on(
-            "dialog",
-            lambda dialog: (found.errors.append(f"dialog {dialog.message}"), dialog.dismiss()),
-        )
-        try:
-            found.page.goto(path.as_uri())
-            found.page.wait_for_selector("html[data-ready]", timeout=30_000)
-            yield found
-        finally:
-            window.close()
+        context.add_init_script(_LISTEN + script)
+        context.set_default_timeout(10_000)
+        opened = Opened(context.new_page())
+        opened.listen()
+        return opened
 
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Where there is none the tests are skipped; where one must be (TORCHWHERE_NEEDS_BROWSER=1)
-    they fail."""
+    """Start Chromium. Without it, tests are skipped; with TORCHWHERE_NEEDS_BROWSER=1 they fail."""
     has_driver = importlib.util.find_spec("playwright") is not None
     if CHROMIUM is None or not has_driver:
         missing = (

@@ -33,7 +33,8 @@ class Pool:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "leaks"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -1,9 +1,8 @@
-"""The boxes of a job that never ran, on hosts whose clocks differ. It is played in true time:
-whoever waits, waits.
+"""Writes the boxes of a simulated job on hosts with different clocks.
 
-A program is a list of acts for each rank. Each host has a clock of its own, with an offset and a
-drift; what a rank records it records by the clock of its host. So a test knows when everything was,
-and can ask how much of it is found again.
+A program is a list of acts for each rank. `Player` simulates the programs in true time, including
+the waits of ranks for each other. Each host has its own clock, with an offset and a drift, and a
+rank records the times of that clock. A test can thus compare aligned times with the true ones.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 
 WALL_NS = 1_800_000_000_000_000_000
-BOOT_NS = 10**13  # what a monotonic clock shows when the job begins
+BOOT_NS = 10**13  # the monotonic clocks when the job begins
 TRANSFER_NS = 80_000
 
 
 @dataclass(frozen=True)
 class Act:
-    """One thing a rank does: work for a while, or an event."""
+    """One thing that a rank does: work, or an event."""
 
-    what: str  # "work", "call", "send", "recv", "mark"
+    action: str  # "work", "call", "send", "recv", "mark"
     group: tuple[int, ...] = ()
     op: str = "all_reduce"
     work_ns: int = 0
@@ -60,34 +59,34 @@ def mark(kind: Kind) -> Act:
 
 @dataclass(frozen=True)
 class Skew:
-    """How a clock runs."""
+    """The offset and the drift of a clock."""
 
     offset_ns: int = 0
     ppm: float = 0.0
 
     def shows(self, true_ns: float) -> int:
-        """What it shows, so long after the job began."""
+        """Return the reading of the clock at a true time after the begin of the job."""
         return int(true_ns * (1 + self.ppm / 1e6)) + self.offset_ns
 
 
 @dataclass
 class Player:
-    """Plays the programs; `log` has for each rank what was recorded, and when it truly was."""
+    """Simulates the programs; `log` has the records of each rank with their true times."""
 
     programs: list[list[Act]]
-    waits: bool = True  # False: calls return at once, as those of a GPU do
+    waits: bool = True  # False: calls return at once, as on a GPU
     seed: int = 0
-    # how long after the last came a call is done, from .. to
+    # shortest and longest time from the last arrival to the end of a call
     transfer_ns: tuple[float, float] = (TRANSFER_NS, TRANSFER_NS)
     log: list[list[tuple[float, Act, int]]] = field(default_factory=list)
 
     def play(self) -> Player:
-        chance = random.Random(self.seed)
+        dice = random.Random(self.seed)
         ranks = range(len(self.programs))
-        now, at = [chance.random() * 1e5 for _ in ranks], [0 for _ in ranks]
+        now, at = [dice.random() * 1e5 for _ in ranks], [0 for _ in ranks]
         counts: list[defaultdict[object, int]] = [defaultdict(int) for _ in ranks]
-        there: defaultdict[object, dict[int, float]] = defaultdict(dict)
-        held: dict[int, tuple[object, int]] = {}
+        arrivals: defaultdict[object, dict[int, float]] = defaultdict(dict)
+        waiting: dict[int, tuple[object, int]] = {}
         done: dict[object, float] = {}
         self.log = [[] for _ in ranks]
         moved = True
@@ -95,39 +94,41 @@ class Player:
             moved = False
             for rank in ranks:
                 while at[rank] < len(self.programs[rank]):
-                    if rank in held:
-                        key, size = held[rank]
-                        if len(there[key]) < size:
+                    if rank in waiting:
+                        key, size = waiting[rank]
+                        if len(arrivals[key]) < size:
                             break
                         if key not in done:
-                            done[key] = max(there[key].values()) + chance.uniform(*self.transfer_ns)
-                        now[rank] = max(now[rank], done[key]) + chance.random() * 20_000
-                        del held[rank]
+                            done[key] = max(arrivals[key].values()) + dice.uniform(
+                                *self.transfer_ns
+                            )
+                        now[rank] = max(now[rank], done[key]) + dice.random() * 20_000
+                        del waiting[rank]
                         at[rank] += 1
                         moved = True
                         continue
                     act = self.programs[rank][at[rank]]
                     moved = True
-                    now[rank] += 2_000 + chance.random() * 3_000
-                    if act.what == "work":
+                    now[rank] += 2_000 + dice.random() * 3_000
+                    if act.action == "work":
                         now[rank] += act.work_ns
                     else:
                         key, size = self._key(rank, act)
                         number = counts[rank][key]
                         counts[rank][key] += 1
                         self.log[rank].append((now[rank], act, number))
-                        if act.what != "mark":
-                            there[key, number][rank] = now[rank]
-                        if act.what in ("call", "recv") and not act.is_async and self.waits:
-                            held[rank] = (key, number), size
+                        if act.action != "mark":
+                            arrivals[key, number][rank] = now[rank]
+                        if act.action in ("call", "recv") and not act.is_async and self.waits:
+                            waiting[rank] = (key, number), size
                             continue
                     at[rank] += 1
         return self
 
     def _key(self, rank: int, act: Act) -> tuple[object, int]:
-        if act.what == "call":
+        if act.action == "call":
             return act.group, len(act.group)
-        pair = (rank, act.peer) if act.what == "send" else (act.peer, rank)
+        pair = (rank, act.peer) if act.action == "send" else (act.peer, rank)
         return ("p2p", pair), 2
 
     def write(
@@ -141,9 +142,17 @@ class Player:
         backend: str = "gloo",
         queued: Sequence[float] | None = None,
     ) -> None:
-        """The boxes. `skews` of the clock that each rank goes by; `offsets` what each takes for its
-        wall-clock offset; with room for so many `records`, if not for all; `queued`, the share of
-        its time for which each waited for a CPU."""
+        """Write the boxes.
+
+        Args:
+            folder: The folder of the run.
+            skews: The clock of each rank.
+            hosts: The host of each rank.
+            offsets: The error of the wall-clock offset that each rank records.
+            records: The capacity of each ring; by default all records fit.
+            backend: The backend of all groups.
+            queued: The share of its time that each rank waits for a CPU.
+        """
         for rank, events in enumerate(self.log):
             offset = (offsets or [0] * len(self.log))[rank]
             meta = {
@@ -173,9 +182,9 @@ class Player:
         step = -1
         for true_ns, act, number in events:
             t_ns = BOOT_NS + skew.shows(true_ns)
-            step += act.what == "mark" and act.kind is Kind.STEP_BEGIN
-            what = 0
-            if act.what != "mark":
+            step += act.action == "mark" and act.kind is Kind.STEP_BEGIN
+            collective = 0
+            if act.action != "mark":
                 members = act.group or tuple(range(len(self.programs)))
                 name = "-".join(map(str, members))
                 group = {
@@ -195,8 +204,8 @@ class Player:
                     "bytes": 16,
                     "peer": peer,
                 }
-                what = box.intern(EntryType.COLLECTIVE, json.dumps(fields))
-            kind = act.kind if act.what == "mark" else Kind.COLLECTIVE
+                collective = box.intern(EntryType.COLLECTIVE, json.dumps(fields))
+            kind = act.kind if act.action == "mark" else Kind.COLLECTIVE
             flags = FLAG_ASYNC * act.is_async
             box.record(
                 kind,
@@ -209,8 +218,8 @@ class Player:
                 0,
                 0,
                 0,
-                what,
+                collective,
                 0,
                 0,
-                number if act.what != "mark" else 0,
+                number if act.action != "mark" else 0,
             )

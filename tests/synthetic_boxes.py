@@ -58,10 +58,10 @@ class Names:
         }
         for act in [*step_of_stage(stage, job.pp), Act(Kind.COLLECTIVE, "tp wrong")]:
             self._add(EntryType.LINE, act.line, act.line)
-            if act.kind is Kind.COLLECTIVE and (EntryType.COLLECTIVE, act.what) not in self.ids:
-                self._add(EntryType.COLLECTIVE, act.what, _signature(job, rank, act.what))
-            elif act.kind is not Kind.COLLECTIVE and act.what:
-                self._add(EntryType.PHASE, act.what, act.what)
+            if act.kind is Kind.COLLECTIVE and (EntryType.COLLECTIVE, act.label) not in self.ids:
+                self._add(EntryType.COLLECTIVE, act.label, _signature(job, rank, act.label))
+            elif act.kind is not Kind.COLLECTIVE and act.label:
+                self._add(EntryType.PHASE, act.label, act.label)
             if act.beneficiary:
                 self._add(EntryType.BENEFICIARY, act.beneficiary, act.beneficiary)
 
@@ -77,7 +77,7 @@ class Names:
         keys = (
             (EntryType.MODULE, act.module),
             (EntryType.LINE, act.line),
-            (sort, act.what),
+            (sort, act.label),
             (EntryType.BENEFICIARY, act.beneficiary),
         )
         module, line, what, beneficiary = (self.ids.get(key, 0) if key[1] else 0 for key in keys)
@@ -150,12 +150,12 @@ class RecordTemplate:
         rows: list[tuple[int, ...]] = []
         late: list[int] = []
         for step, acts in enumerate(job.steps_of(rank)):
-            first = next(i for i, act in enumerate(acts) if act.what == "tp forward")
+            first = next(i for i, act in enumerate(acts) if act.label == "tp forward")
             for index, act in enumerate(act for act in acts if act.kind is not None):
                 assert act.kind is not None
                 module, line, what, beneficiary = names.row(act)
-                more = numbers[_counted_as(act.what)] if act.kind is Kind.COLLECTIVE else 0
-                numbers[_counted_as(act.what)] += 1
+                more = numbers[_counted_as(act.label)] if act.kind is Kind.COLLECTIVE else 0
+                numbers[_counted_as(act.label)] += 1
                 rows.append(
                     (
                         len(rows),
@@ -312,9 +312,9 @@ def _put_tallies(
     acts: list[Act],
     times: npt.NDArray[Any],
 ) -> None:
-    counts = Counter([_counted_as(act.what) for act in acts if act.kind is Kind.COLLECTIVE])
+    counts = Counter([_counted_as(act.label) for act in acts if act.kind is Kind.COLLECTIVE])
     last = {
-        _counted_as(act.what): index
+        _counted_as(act.label): index
         for index, act in enumerate(acts)
         if act.kind is Kind.COLLECTIVE
     }

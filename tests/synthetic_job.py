@@ -1,11 +1,11 @@
-"""A job that never ran: any number of ranks, with data, tensor and pipeline parallelism, and a
-fault in one of them.
+"""A simulated job with any number of ranks, with data, tensor and pipeline parallelism, and a fault
+in one rank.
 
-Every rank goes through the same step, as its stage of the pipeline has it: messages with its
-neighbours, two all-reduces of the tensor-parallel group a layer, asynchronous reductions of the
-data-parallel group, one all-reduce of the world. All steps but the last are whole. The last one is
-played through call by call: whoever waits, waits. So the fault is one rank's, and what follows from
-it is in what the others do, as it would be in life.
+Every rank does the step of its pipeline stage: messages to and from its neighbours, two all-reduces
+of the tensor-parallel group in each layer, asynchronous reductions of the data-parallel group, and
+one all-reduce of the world. All steps but the last are complete. The last one is simulated call by
+call, including the waits of ranks for each other: one rank has the fault, and the other ranks get
+as far as they would in a real job.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MICROBATCHES = 2
 
 
 class Act(NamedTuple):
-    """One thing a rank does in a step: an event, or (`kind` is None) waiting for all it has not
-    waited for yet."""
+    """One thing that a rank does in a step: an event, or (`kind` is None) a wait for all its
+    asynchronous calls."""
 
     kind: Kind | None
-    # of a collective, the key of its signature; else the name of a phase or an optimizer
-    what: str = ""
+    # the key of a collective's signature, or the name of a phase or an optimizer
+    label: str = ""
     module: str = ""
     pass_: Pass = Pass.OUTSIDE
     line: str = "train.py:30"
@@ -41,7 +41,7 @@ class Act(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What is counted in one sequence."""
+    """One sequence of numbered calls: of a group, or of a pair of ranks."""
 
     group: str
     source: int = -1
@@ -53,10 +53,10 @@ Call = tuple[Stream, int]
 
 @dataclass(frozen=True)
 class Job:
-    """What kind of job, and what is wrong with it."""
+    """The size of a job, and its fault."""
 
     ranks: int
-    steps: int = 41  # whole ones, before the last
+    steps: int = 41  # complete ones, before the last
     records: int = 2048
     fault: str = "none"
     victim: int = 0
@@ -70,7 +70,7 @@ class Job:
         return self.ranks // TP // self.pp
 
     def at(self, rank: int) -> tuple[int, int, int]:
-        """Stage, place in the data-parallel group, place in the tensor-parallel group."""
+        """Return the stage of a rank and its places in the data- and tensor-parallel groups."""
         return rank // (self.dp * TP), rank // TP % self.dp, rank % TP
 
     def rank_at(self, stage: int, d: int, t: int) -> int:
@@ -100,51 +100,51 @@ class Job:
             else list(range(self.ranks))
         )
 
-    def peer(self, rank: int, what: str) -> int | None:
-        """The other end of a message; None where there is no such message."""
+    def peer(self, rank: int, label: str) -> int | None:
+        """Return the other rank of a message; None if there is no such message."""
         stage, d, t = self.at(rank)
         other = stage + {
             "recv forward": -1,
             "send forward": 1,
             "recv backward": 1,
             "send backward": -1,
-        }.get(what, self.pp)
+        }.get(label, self.pp)
         return self.rank_at(other, d, t) if 0 <= other < self.pp else None
 
-    def stream(self, rank: int, what: str) -> Stream:
-        """Which sequence a collective is counted in."""
-        peer = self.peer(rank, what)
+    def stream(self, rank: int, label: str) -> Stream:
+        """Return the sequence that numbers a collective."""
+        peer = self.peer(rank, label)
         if peer is None:
-            return Stream(self.group_name(rank, group_of(what)))
+            return Stream(self.group_name(rank, group_of(label)))
         return Stream(
             self.group_name(rank, "pp"),
-            *((rank, peer) if what.startswith("send") else (peer, rank)),
+            *((rank, peer) if label.startswith("send") else (peer, rank)),
         )
 
     def steps_of(self, rank: int) -> list[list[Act]]:
-        """All that a rank does, step by step, if nobody keeps it from it. The victim does something
-        else."""
+        """Return the acts of a rank in each step if no other rank delays it. Those of the victim
+        contain the fault."""
         acts = step_of_stage(self.at(rank)[0], self.pp)
         steps = [acts] * (self.steps + 1)
         if rank != self.victim:
             return steps
-        first = next(i for i, act in enumerate(acts) if act.what == "tp forward")
-        last = max(i for i, act in enumerate(acts) if act.what == "tp backward")
+        first = next(i for i, act in enumerate(acts) if act.label == "tp forward")
+        last = max(i for i, act in enumerate(acts) if act.label == "tp backward")
         if self.fault in ("missing", "dead"):  # leaves the last step in the middle
             steps[-1] = acts[:last]
         elif self.fault == "shape":
-            steps[-1] = [*acts[:first], acts[first]._replace(what="tp wrong"), *acts[first + 1 :]]
-        elif self.fault == "swapped":  # two steps before the end, and nobody notices
+            steps[-1] = [*acts[:first], acts[first]._replace(label="tp wrong"), *acts[first + 1 :]]
+        elif self.fault == "swapped":  # two steps before the end; no call fails
             steps[-3] = [*acts[:first], acts[first + 1], acts[first], *acts[first + 2 :]]
-        # the world's reduction before the last one of its tensor-parallel group
+        # the reduction of the world comes before the last one of the tensor-parallel group
         elif self.fault == "deadlock":
-            norm = next(i for i, act in enumerate(acts) if act.what == "norm")
+            norm = next(i for i, act in enumerate(acts) if act.label == "norm")
             steps[-1] = [*acts[:last], acts[norm], *acts[last:norm], *acts[norm + 1 :]]
         return steps
 
 
-def group_of(what: str) -> str:
-    return {"norm": "world", "grads": "dp"}.get(what, "tp")
+def group_of(label: str) -> str:
+    return {"norm": "world", "grads": "dp"}.get(label, "tp")
 
 
 @cache
@@ -153,8 +153,8 @@ def step_of_stage(stage: int, stages: int) -> list[Act]:
 
 
 def _step(stage: int, *, last: bool) -> Iterator[Act]:
-    """Every stage has as many events: what others do with messages, the ends of the pipeline do
-    with phases."""
+    """Yield the acts of a step. All stages have the same number of events: the first and the last
+    stage have phases instead of messages."""
     call, forward, backward = Kind.COLLECTIVE, Pass.FORWARD, Pass.BACKWARD
     layers = [f"layers.{stage * LAYERS + i}" for i in range(LAYERS)]
     yield Act(Kind.STEP_BEGIN)
@@ -191,53 +191,53 @@ def _step(stage: int, *, last: bool) -> Iterator[Act]:
     yield Act(Kind.STEP_END)
 
 
-# -- the last step, played through -----------------------------------------------------------------
+# -- the last step, simulated ----------------------------------------------------------------------
 
 
 class Play:
-    """How much of its last step each rank gets done."""
+    """Simulates the last step; `done` is the number of acts that each rank completes."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._programs = [job.steps_of(rank)[-1] for rank in range(job.ranks)]
         self._sizes = {"world": job.ranks, "tp": TP, "dp": job.dp}
-        self._there: defaultdict[Call, int] = defaultdict(int)
+        self._arrived: defaultdict[Call, int] = defaultdict(int)
         self._counts: list[defaultdict[Stream, int]] = [defaultdict(int) for _ in range(job.ranks)]
-        self._not_waited_for: list[list[Call]] = [[] for _ in range(job.ranks)]
-        self._asleep: defaultdict[Call, list[int]] = defaultdict(list)
+        self._pending: list[list[Call]] = [[] for _ in range(job.ranks)]
+        self._waiting: defaultdict[Call, list[int]] = defaultdict(list)
         self._complete: set[Call] = set()
         self.done = [0] * job.ranks
-        self._awake = list(range(job.ranks))
-        while self._awake:
-            self._go_on(self._awake.pop())
+        self._runnable = list(range(job.ranks))
+        while self._runnable:
+            self._continue(self._runnable.pop())
 
-    def _go_on(self, rank: int) -> None:
+    def _continue(self, rank: int) -> None:
         program = self._programs[rank]
         while self.done[rank] < len(program):
             act = program[self.done[rank]]
             if act.kind is None:
-                behind = next(
-                    (call for call in self._not_waited_for[rank] if call not in self._complete),
+                pending = next(
+                    (call for call in self._pending[rank] if call not in self._complete),
                     None,
                 )
-                if behind is not None:
-                    self._asleep[behind].append(rank)
+                if pending is not None:
+                    self._waiting[pending].append(rank)
                     return
             self.done[rank] += 1
             if act.kind is Kind.COLLECTIVE and not self._issue(rank, act):
                 return
 
     def _issue(self, rank: int, act: Act) -> bool:
-        """Whether the rank may go on."""
-        stream = self._job.stream(rank, act.what)
+        """Issue a call. Returns whether the rank continues."""
+        stream = self._job.stream(rank, act.label)
         call = stream, self._counts[rank][stream]
         self._counts[rank][stream] += 1
-        self._there[call] += 1
-        if self._there[call] == (2 if stream.source >= 0 else self._sizes[group_of(act.what)]):
+        self._arrived[call] += 1
+        if self._arrived[call] == (2 if stream.source >= 0 else self._sizes[group_of(act.label)]):
             self._complete.add(call)
-            self._awake += self._asleep.pop(call, [])
+            self._runnable += self._waiting.pop(call, [])
             return True
-        (self._not_waited_for[rank] if act.is_async else self._asleep[call]).append(
+        (self._pending[rank] if act.is_async else self._waiting[call]).append(
             call if act.is_async else rank
         )  # type: ignore[arg-type]
         return act.is_async

@@ -7,8 +7,6 @@ import gc
 import json
 import random
 import re
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -26,6 +24,7 @@ from rank_pool import Pool
 from torchwhere.core.place import Certainty
 from torchwhere.model.graph_walk import nodes_of, roots_of, walk
 from torchwhere.model.saved_tensors import is_freed
+from warm_python import WarmPython
 
 
 class Residual(nn.Module):
@@ -153,7 +152,7 @@ print(x.grad.tolist())
 text = str(graph)
 del graph, text
 ends = []
-for _ in range(100):  # side by side, and each as long as a stack can bear only if it is not recursed into
+for _ in range(int(sys.argv[1])):  # side by side, each too long for a recursion
     y = x
     for _ in range(9_999):
         y = y + 1
@@ -168,10 +167,11 @@ print((after - before) * 4096 // len(graph) < 400, "done")
 """
 
 
-def test_a_chain_of_100_000_and_a_million_nodes() -> None:
-    """A chain of 100,000 is walked and freed without a stack overflow, a million nodes take less
-    than 400 bytes each."""
-    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=400)
+@pytest.mark.parametrize("chains", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_a_chain_of_100_000_and_a_million_nodes(warm: WarmPython, chains: int) -> None:
+    """A chain of 100,000 is walked and freed without a stack overflow; 100,000 nodes and a million
+    take less than 400 bytes each."""
+    done = warm.run("-c", DEEP, chains)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "100001 100002 1",
@@ -179,7 +179,7 @@ def test_a_chain_of_100_000_and_a_million_nodes() -> None:
         "    0  99,999 x AddBackward0  [2]",
         "99999  AddBackward0           [2]  leaf #100000",
         "[1.0, 1.0]",
-        "999902 1 1000000",
+        f"{chains * 9_999 + 2} 1 {chains * 10_000}",
         "True done",
     ]
 

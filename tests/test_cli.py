@@ -6,6 +6,7 @@ TORCHWHERE_REGENERATE=1 writes them anew; look at the difference before you keep
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import html
 import inspect
@@ -24,6 +25,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -48,6 +50,7 @@ ENVIRONMENT = {
 }
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "COLUMNS": "", "TERM": "xterm-256color"}
 
+EXHAUSTIVE = pytest.mark.exhaustive
 PLACE_FIELDS = {"kind", "rank", "step", "pass", "module", "call", "line", "graph", "thread", "t_ns"}
 COLLECTIVE_FIELDS = {
     "op",
@@ -95,11 +98,27 @@ def copy(demo: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo, tmp_path / "run"))
 
 
-def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def call_process(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in its own process."""
     command = [BIN / "torchwhere", *map(str, arguments)]
     return subprocess.run(
         command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=400
     )
+
+
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command here: a process takes 0.3 s, and few tests are about the process."""
+    command = [*map(str, arguments)]
+    with (
+        mock.patch.dict(os.environ, ENVIRONMENT, clear=True),
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+    ):
+        try:
+            code = main(command)
+        except SystemExit as error:  # argparse has printed the help or an error
+            code = int(error.code or 0)
+    return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
 
 def out(*arguments: object) -> str:
@@ -222,15 +241,21 @@ def test_nothing_chosen(demo: Path) -> None:
     )
 
 
-def test_head_may_stop_it(demo: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "events",
+        *(pytest.param(name, marks=EXHAUSTIVE) for name in ("events --json", "comms", "groups")),
+    ],
+)
+def test_head_may_stop_it(demo: Path, command: str) -> None:
     """`| head` ends a command early without any message, whichever process writes first."""
-    for command in ("events", "events --json", "comms", "groups"):
-        for reader in ("head -n 1", "true"):
-            script = f"set -o pipefail; {BIN}/torchwhere {command} {demo} | {reader}"
-            done = subprocess.run(
-                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
-            )
-            assert (done.returncode, done.stderr) == (0, "")
+    for reader in ("head -n 1", "true"):
+        script = f"set -o pipefail; {BIN}/torchwhere {command} {demo} | {reader}"
+        done = subprocess.run(
+            ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def terminal(*arguments: object, width: int, **environment: str) -> str:
@@ -267,14 +292,14 @@ def test_colours(demo: Path) -> None:
     """A terminal gets colours unless NO_COLOR is set; a pipe gets none unless FORCE_COLOR is
     set."""
     assert "\x1b[32mforward" in terminal("comms", demo, width=120)
-    assert "\x1b[32mforward" in call("comms", demo, FORCE_COLOR="1").stdout
+    assert "\x1b[32mforward" in call_process("comms", demo, FORCE_COLOR="1").stdout
     assert "\x1b[3" not in terminal("comms", demo, width=120, NO_COLOR="1")
-    assert "\x1b" not in out("comms", demo)
+    assert "\x1b" not in call_process("comms", demo).stdout
 
 
 def test_terminal_without_unicode(demo: Path) -> None:
     """If the output encoding lacks Unicode, the tree is drawn in ASCII, and nothing fails."""
-    done = call("comms", demo, PYTHONIOENCODING="ascii")
+    done = call_process("comms", demo, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "| forward   all_gather_into_tensor" in done.stdout
 
@@ -556,22 +581,23 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_full_or_closed_output(demo: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    ["comms", *(pytest.param(name, marks=EXHAUSTIVE) for name in ("events --json", "doctor"))],
+)
+def test_full_or_closed_output(demo: Path, command: str) -> None:
     """A full disk behind stdout gives one line and exit code 2; a closed stdout is not an error."""
-    for command in ("comms", "events --json", "doctor"):
-        for end, code, said in (
-            (">/dev/full", 2, "cannot continue: No space left on device\n"),
-            (">&-", 0, ""),
-            ("2>&-", 0, ""),
-        ):
-            script = f"{BIN}/torchwhere {command} {demo} {end}"
-            done = subprocess.run(
-                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
-            )
-            assert (done.returncode, done.stderr.rpartition("torchwhere: ")[2]) == (
-                code,
-                said,
-            ), script
+    for end, code, message in (
+        (">/dev/full", 2, "cannot continue: No space left on device\n"),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+    ):
+        script = f"{BIN}/torchwhere {command} {demo} {end}"
+        done = subprocess.run(
+            ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
+        )
+        printed = done.returncode, done.stderr.rpartition("torchwhere: ")[2]
+        assert printed == (code, message), script
 
 
 # -- what cannot be read ---------------------------------------------------------------------------
@@ -701,7 +727,7 @@ def test_kinds_are_named_in_the_help() -> None:
 
 def test_version() -> None:
     """`--version` prints the version."""
-    assert out("--version") == f"torchwhere {torchwhere.__version__}\n"
+    assert call_process("--version").stdout == f"torchwhere {torchwhere.__version__}\n"
 
 
 # -- without torch ---------------------------------------------------------------------------------

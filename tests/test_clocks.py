@@ -176,7 +176,7 @@ def test_calls_that_do_not_wait(tmp_path: Path) -> None:
         ],
     )
     for program in programs:
-        program[:] = [act for act in program if act.what != "call" or act.is_async]
+        program[:] = [act for act in program if act.action != "call" or act.is_async]
     player = Player(programs).play()
     player.write(tmp_path, SKEWS, HOSTS)
     clocks = clocks_of(tmp_path)
@@ -418,7 +418,7 @@ def test_slow_calls_do_not_move_a_clock(tmp_path: Path) -> None:
     player = Player(steps(4, body, count=300)).play()
     for log in player.log:
         log[:] = [
-            (true_ns, replace(act, is_async=act.what == "call"), number)
+            (true_ns, replace(act, is_async=act.action == "call"), number)
             for true_ns, act, number in log
         ]
     player.write(tmp_path, SKEWS, HOSTS)

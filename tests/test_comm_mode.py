@@ -1,5 +1,5 @@
-"""`drop_in.comm_mode`: what the tests of torch's own `CommDebugMode` check, and right answers where
-the original is wrong."""
+"""`drop_in.comm_mode` passes the checks of torch's own tests of `CommDebugMode`, and gives right
+answers where the original is wrong."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ WORLD = 2
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """Two ranks, of which this process is one; the other one does not exist, and no call waits for
-    it."""
+    """A fake process group of two ranks. This process is rank 0; rank 1 does not exist, and no call
+    waits for it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook
@@ -216,7 +216,7 @@ def test_fake_tensors(fake_world: None) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     for modes in ((CommDebugMode(), FakeTensorMode()), (FakeTensorMode(), CommDebugMode())):
-        mode = next(one for one in modes if isinstance(one, CommDebugMode))
+        mode = next(entered for entered in modes if isinstance(entered, CommDebugMode))
         with modes[0], modes[1]:
             funcol.all_reduce(Block()(torch.ones(4, 8)), "sum", dist.group.WORLD)
         assert mode.get_comm_counts() == {functional.all_reduce: 1}
@@ -422,7 +422,7 @@ def test_entering_again_resets_everything(fake_world: None) -> None:
 def test_live_inside_a_forward(fake_world: None) -> None:
     """Inside a module, in forward and backward, the tracker has its name, and the counts so far can
     be read."""
-    seen: list[tuple[str, set[str], bool, int]] = []
+    reports: list[tuple[str, set[str], bool, int]] = []
 
     class Reporter(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -434,12 +434,12 @@ def test_live_inside_a_forward(fake_world: None) -> None:
 
     def report() -> None:
         tracker = mode.advanced_module_tracker
-        seen.append((tracker.name, tracker.parents, tracker.is_bw, mode.get_total_counts()))
+        reports.append((tracker.name, tracker.parents, tracker.is_bw, mode.get_total_counts()))
 
     with CommDebugMode() as mode:
         nn.Sequential(nn.Linear(8, 8), Reporter())(batch()).sum().backward()
     chain = {"Global", "Sequential", "Sequential.1"}
-    assert seen == [("Sequential.1", chain, False, 1), ("Sequential.1", chain, True, 1)]
+    assert reports == [("Sequential.1", chain, False, 1), ("Sequential.1", chain, True, 1)]
     assert mode.advanced_module_tracker.name == "Global"
 
 
@@ -504,7 +504,7 @@ def test_c4_fsdp_collectives_are_charged_to_their_units(fake_world: None) -> Non
 
 
 @pytest.mark.parametrize("noise_level", [0, 3])
-def test_c5_compiling_goes_on_as_ever(fake_world: None, noise_level: int) -> None:
+def test_c5_compilation_is_unchanged(fake_world: None, noise_level: int) -> None:
     """A model that is compiled under the mode is compiled once, stays compiled afterwards, and its
     collectives are counted."""
     import torch._dynamo
@@ -588,7 +588,8 @@ def test_checkpoint_recomputation(fake_world: None, reentrant: bool) -> None:
         model(batch()).sum().backward()
     block = {"Global": 1, "Checkpointed": 1, "Checkpointed.block": 1}
     assert forward_counts(mode, functional.all_reduce) == block | {"Checkpointed.block.down": 1}
-    # the other kind stops before the last collective, whose result nobody needs
+    # a non-reentrant checkpoint stops before the last collective, because backward needs no result
+    # of it
     up = {"Checkpointed.block.up": 1}
     assert backward_counts(mode, functional.all_reduce) == (
         dict.fromkeys(block, 2) | up | {"Checkpointed.block.down": 1} if reentrant else block | up
@@ -606,7 +607,7 @@ def test_checkpoint_recomputation(fake_world: None, reentrant: bool) -> None:
 
 
 def test_backward_alone_under_a_watch(fake_world: None) -> None:
-    """A block around the backward alone has the modules that ran before it, if a watch saw them."""
+    """A mode around the backward alone has the modules of the forward if a watch recorded them."""
     model = nn.Sequential(nn.Linear(8, 8), tensor_parallel(Block()))
     with torchwhere.watch(model):
         loss = model(batch()).sum()
@@ -631,7 +632,7 @@ def test_wrappers_and_second_models_have_plain_names(fake_world: None) -> None:
     with CommDebugMode() as mode:
         loss(model(batch()), batch()).backward()
     assert list(mode.advanced_module_tracker.module_helper_dict) == [
-        # the last is held by nobody: it has its class alone
+        # no module contains the Dropout: its name is its class
         *("Global", "Sequential", "Sequential.0", "Dropout"),
         *("Sequential.1", "Sequential.1.up", "Sequential.1.down", "MSELoss"),
     ]
@@ -698,7 +699,7 @@ def test_totals_are_those_of_the_original(two_ranks: Pool, kind: str) -> None:
 
 
 class Layered(nn.Module):
-    """A model in which every op is in its own module: there the original is right in backward
+    """A model in which every op is in its own module: for it the original is right in backward
     too."""
 
     def __init__(self) -> None:
@@ -724,7 +725,7 @@ def _tables(make: Callable[[], Any], folder: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_texts_are_those_of_the_original(fake_world: None, tmp_path: Path) -> None:
-    """Where the original is right, its tables, log and JSON are exactly the same."""
+    """For a model for which the original is right, the tables, the log and the JSON are equal."""
     from torch.distributed.tensor.debug import CommDebugMode as Original
 
     original, ours = (_tables(make, tmp_path) for make in (Original, CommDebugMode))
@@ -753,7 +754,7 @@ def test_level_3_lists_what_the_program_does(fake_world: None) -> None:
 
 
 def test_older_names(fake_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table and the log of older versions exist, in their form."""
+    """The table and the log of older versions of torch exist, in their format."""
     model = tensor_parallel(Block())
     with CommDebugMode() as mode:
         model(batch()).sum().backward()
@@ -812,10 +813,10 @@ def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = program.replace("torchwhere.drop_in.comm_mode", "torch.distributed.tensor.debug")
     assert changed != program
     monkeypatch.chdir(tmp_path)
-    # the original puts one of its own there
+    # the original replaces this function
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    printed = [_printed(one) for one in (program, changed)]
+    printed = [_printed(text) for text in (program, changed)]
     if os.environ.get("TORCHWHERE_REGENERATE"):
         for was, now in zip(shown, printed, strict=True):
             section = section.replace(f"```text\n{was}```", f"```text\n{now}```", 1)
@@ -852,7 +853,7 @@ def test_noise_level_0_lists_no_operations(fake_world: None) -> None:
 @pytest.mark.parametrize("level", [-1, 4, "2", None, 1.5])
 def test_unknown_noise_level(level: Any, tmp_path: Path) -> None:
     """An unknown noise level is a ValueError that lists the known levels."""
-    said = (
+    message = (
         f"noise_level={level!r}: expected one of 0 (collectives of each module), 1 (plus operations"
         " on DTensors), 2 (plus all other operations except trivial ones), 3 (plus trivial"
         " operations)"
@@ -867,7 +868,7 @@ def test_unknown_noise_level(level: Any, tmp_path: Path) -> None:
     for ask in asked:
         with pytest.raises(ValueError, match="noise_level") as wrong:
             ask()
-        assert str(wrong.value) == said
+        assert str(wrong.value) == message
     assert list(tmp_path.iterdir()) == []
 
 

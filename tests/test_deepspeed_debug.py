@@ -1,5 +1,5 @@
-"""The drop-in for `deepspeed.utils.debug`: the answers and texts of the original, and better ones
-where it has none."""
+"""The drop-in for `deepspeed.utils.debug` returns what the original returns, and has answers where
+the original has none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rank_pool import Pool
 from torchwhere.api import printing
 from torchwhere.drop_in import deepspeed_debug as debug
 
-pytestmark = pytest.mark.checks_itself  # importing DeepSpeed leaves things of its own
+pytestmark = pytest.mark.checks_itself  # importing DeepSpeed leaves hooks and threads
 
 OF_PARAMS = (
     "debug_param2name",
@@ -48,7 +48,8 @@ def original() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
+def names_are_cleared() -> Iterator[None]:
+    """Each test ends with empty maps and closed log files."""
     yield
     debug.debug_clear_module_and_param_names()
     printing.close_logs()
@@ -261,14 +262,14 @@ def _zero(stage: int) -> dict[str, Any]:
             "described": torchwhere.describe(weight),
         }
 
-    seen = {"before": now()}
-    model.layers[0].up.register_forward_pre_hook(lambda *_: seen.update({"in forward": now()}))
+    moments = {"before": now()}
+    model.layers[0].up.register_forward_pre_hook(lambda *_: moments.update({"in forward": now()}))
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        seen["gathered"] = now()
-    seen["after"] = now()
+        moments["gathered"] = now()
+    moments["after"] = now()
     engine.backward(engine(batch()).pow(2).mean())
     engine.step()
-    seen["trained"] = now()
+    moments["trained"] = now()
     ids = [names.facts(name).id for name, _ in model.named_parameters()]
     wrapped = [
         names[engine],
@@ -276,7 +277,7 @@ def _zero(stage: int) -> dict[str, Any]:
         debug.debug_param2name(stale),
         names["module.head"] is model.head,
     ]
-    answer = {"seen": seen, "ids": ids, "wrapped": wrapped, "table": str(names)}
+    answer = {"seen": moments, "ids": ids, "wrapped": wrapped, "table": str(names)}
     theirs.debug_clear_module_and_param_names()
     debug.debug_clear_module_and_param_names()
     engine.destroy()
@@ -286,11 +287,11 @@ def _zero(stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero(two_ranks: Pool, stage: int) -> None:
     """With real ZeRO, names, ids, shapes and status are those of the original before, during and
-    after gathering; torchwhere's own facts tell this rank's shard from the whole."""
+    after gathering; torchwhere's own facts distinguish this rank's shard from the whole."""
     for answer in two_ranks.run(_zero, stage, checks_itself=True):
-        seen, partitioned = answer["seen"], stage == 3
-        assert set(seen) == {"before", "gathered", "in forward", "after", "trained"}
-        for moment, now in seen.items():
+        moments, partitioned = answer["seen"], stage == 3
+        assert set(moments) == {"before", "gathered", "in forward", "after", "trained"}
+        for moment, now in moments.items():
             assert now["same"], moment
             is_whole = not partitioned or moment in ("gathered", "in forward")
             availability = "AVAILABLE" if is_whole else "NOT_AVAILABLE"
@@ -402,7 +403,7 @@ def test_log_rank_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backward_tensors_as_the_original(
     original: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no node is reached twice, the text is exactly that of the original."""
+    """If no node is reached twice, the text equals that of the original."""
     model = Model()
     loss = model(batch()).sum()
     original.print_backward_tensors(loss)

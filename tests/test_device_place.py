@@ -30,8 +30,7 @@ from torchwhere.core.place import Pass, Place, unknown_place
 from torchwhere.hooks.exceptions import is_of_device
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.recorder.own_device import device_note, own_device_place
-from torchwhere.snapshots.checked import InvalidError
-from torchwhere.snapshots.device_state import decode_device, encode_device
+from torchwhere.snapshots.checked import InvalidError, decode_device, encode_device
 
 
 @pytest.fixture(scope="module")

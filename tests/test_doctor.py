@@ -1,5 +1,5 @@
-"""The doctor on real jobs of four ranks with a fault planted in one: kind, culprits, place; live,
-and after all were killed, with and without what a monitor kept, and with any one box gone or
+"""The doctor on real jobs of four ranks with a fault planted in one: kind, culprits and place, while
+the job runs and after it was killed, with and without snapshots, and with any one box deleted or
 cut."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,20 +39,33 @@ from torchwhere.processes import py_spy
 from torchwhere.snapshots.read import DOCTOR, MONITOR
 
 AT_ONCE = 4
+POLL_S = 1.0
 STEPS_ENOUGH = 40
-# who kept notes: its monitor, and the doctor who was asked while it was there
+# The sources of snapshots: the job's monitor, and a doctor that ran beside the job.
 ALL = (MONITOR, DOCTOR)
-BARE: tuple[str, ...] = ()  # nobody looked at it but its own ranks
+BARE: tuple[str, ...] = ()  # only the ranks themselves saved snapshots
 VICTIMS = (0, 2, 3) if os.environ.get("TORCHWHERE_ALL_VICTIMS") else (2,)
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in REPRESENTATIVE))
-    for name in FAULTS
-]
+# `make test` cuts the boxes of one job of each kind of verdict.
+CUT = {
+    "branch",
+    "cable_pulled",
+    "data_loader",
+    "healthy_ddp",
+    "opposite_groups",
+    "sigkill",
+    "straggler",
+}
+
+
+def names(usual: set[str]) -> list[Any]:
+    """All faults as parameters; those that are not usual are exhaustive."""
+    return [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in usual)) for name in FAULTS
+    ]
 
 
 class Nursery:
-    """A process that has imported everything and forks a job's ranks: torch is imported once for
-    all jobs."""
+    """A process that has imported torch and forks the ranks of all jobs."""
 
     def __init__(self, library: Path | None = None) -> None:
         self.lock = threading.Lock()
@@ -70,7 +84,7 @@ class Nursery:
         )
 
     def start(self, name: str, victim: int, folder: Path) -> list[int]:
-        """The processes of a job by rank, and last its monitor."""
+        """Start a job. Returns the process ids of its ranks, then that of its monitor."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{name} {victim} {folder}\n")
@@ -85,23 +99,24 @@ class Nursery:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What happened to a run's folder after all of the job was killed."""
+    """What is missing in the folder of a run after the whole job was killed."""
 
-    rank: int | None = None  # whose box is gone or cut
-    size: int | None = None  # what is left of it
-    kept: tuple[str, ...] = ALL  # whose notes are there
+    rank: int | None = None  # its box is deleted or cut
+    size: int | None = None  # the bytes that are left of it; None: deleted
+    sources: tuple[str, ...] = ALL  # their snapshots exist
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What the doctor said of one job: while it was there, and after all of it was killed, whole or
-    damaged."""
+    """The verdicts on one job: while it ran, and after it was killed, with each damage."""
 
     live: Verdict
     after: dict[Damage, Verdict]
 
 
-def diagnose(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
+def diagnose(nursery: Nursery, name: str, victim: int, folder: Path, *, cuts: bool) -> Outcome:
+    """Run a job until it has a verdict, kill it, and diagnose what is left; `cuts`: with cut boxes
+    too."""
     folder.mkdir()
     expected = FAULTS[name][1]
     with expected.around(around_name(folder)) if expected.around is not None else nullcontext():
@@ -113,31 +128,34 @@ def diagnose(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
                 live = wait_for_verdict(folder / "run", expected)
         finally:
             kill(pids[::-1])  # the monitor first
-        after = {
-            damage: consult_damaged(folder, damage) for damage in damages(name, victim, folder)
-        }
+        damages = [*deletions(), *(cuts_of(name, victim, folder) if cuts else ())]
+        after = {damage: diagnose_damaged(folder, damage) for damage in damages}
     return Outcome(live, after)
 
 
-def damages(name: str, victim: int, folder: Path) -> list[Damage]:
-    """None, each box deleted, each box cut at two random bytes; each with all that was kept, and
-    with nothing."""
-    chance = random.Random(f"{name} {victim}")
-    whole = (folder / "run" / "rank0.box").stat().st_size
-    cuts = [
-        (rank, size)
-        for rank in range(WORLD)
-        for size in (chance.randrange(whole), chance.randrange(40_000))
-    ]
-    kinds = [(None, None), *((rank, None) for rank in range(WORLD)), *cuts]
-    only_monitored = [Damage(rank, None, (MONITOR,)) for rank in (None, *range(WORLD))]
+def deletions() -> list[Damage]:
+    """No box deleted, and each box deleted, with the snapshots of all, of none and of the
+    monitor."""
     return [
-        *(Damage(rank, size, kept) for rank, size in kinds for kept in (ALL, BARE)),
-        *only_monitored,
+        Damage(rank, None, sources)
+        for rank in (None, *range(WORLD))
+        for sources in (ALL, BARE, (MONITOR,))
     ]
 
 
-def consult_damaged(folder: Path, damage: Damage) -> Verdict:
+def cuts_of(name: str, victim: int, folder: Path) -> list[Damage]:
+    """Each box cut at two random bytes, with all snapshots and with none."""
+    dice = random.Random(f"{name} {victim}")
+    whole = (folder / "run" / "rank0.box").stat().st_size
+    return [
+        Damage(rank, size, sources)
+        for rank in range(WORLD)
+        for size in (dice.randrange(whole), dice.randrange(40_000))
+        for sources in (ALL, BARE)
+    ]
+
+
+def diagnose_damaged(folder: Path, damage: Damage) -> Verdict:
     run = damaged(folder, damage)
     verdict = diagnose_folder(run, stall_s=STALL_S)
     shutil.rmtree(run)
@@ -145,28 +163,27 @@ def consult_damaged(folder: Path, damage: Damage) -> Verdict:
 
 
 def damaged(folder: Path, damage: Damage) -> Path:
-    """The run of a job, with one box gone or cut, and with what some have kept."""
-    found = Path(tempfile.mkdtemp(dir=folder))
+    """A copy of the run with one box deleted or cut, and with the snapshots of some sources."""
+    copy = Path(tempfile.mkdtemp(dir=folder))
     for path in (folder / "run").iterdir():
-        keeper = MONITOR if path.name.startswith("verdict.") else path.name.partition("-")[0]
+        source = MONITOR if path.name.startswith("verdict.") else path.name.partition("-")[0]
         if path.name != f"rank{damage.rank}.box" and (
-            keeper in damage.kept or keeper not in (MONITOR, DOCTOR)
+            source in damage.sources or source not in ALL
         ):
-            os.link(path, found / path.name)
+            os.link(path, copy / path.name)
     if damage.size is not None:
         with (folder / "run" / f"rank{damage.rank}.box").open("rb") as box:
-            (found / f"rank{damage.rank}.box").write_bytes(box.read(damage.size))
-    return found
+            (copy / f"rank{damage.rank}.box").write_bytes(box.read(damage.size))
+    return copy
 
 
 def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) -> Verdict:
-    """The first verdict on a job that is not `healthy`; of one that must be healthy, the one after
-    ten seconds; of one that is slow for one rank, one that has enough steps to go by, whatever else
-    the machine does."""
+    """Wait for the first verdict other than `healthy`. For a job that must be healthy, wait ten
+    seconds. For a straggler, wait until the verdict is based on enough steps."""
     begin, verdict = time.monotonic(), None
     is_healthy = expected.kinds == ("healthy",)
     while time.monotonic() - begin < most_s:
-        time.sleep(0.5)
+        time.sleep(POLL_S)
         try:
             verdict = diagnose_folder(folder, stall_s=STALL_S)
         except TorchwhereError:  # no box yet
@@ -182,8 +199,8 @@ def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) ->
 
 
 def waits_for_stall_snapshot(folder: Path, verdict: Verdict, *, most_s: float = 15) -> bool:
-    """Wait until a rank of a stalled job has saved a snapshot of the stall: on a busy machine that
-    may come later than the doctor's verdict. Returns whether there was a wait."""
+    """Wait until a rank of a stalled job has saved a snapshot of the stall: on a busy machine it
+    may come later than the doctor's verdict. Returns whether it had to wait."""
     if verdict.stalled_s is None:
         return False
     begin, begin_of_stall = time.monotonic(), time.time() - verdict.stalled_s
@@ -219,38 +236,41 @@ def _runs(pid: int) -> bool:
 def outcomes(
     request: pytest.FixtureRequest, library: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, int], Future[Outcome]]:
-    """All selected jobs, a few at a time: most of their time they do nothing but hang. Watched as
-    `torchwhere run` would, natively."""
+    """All selected jobs, a few at a time: they mostly hang. They are watched natively, as with
+    `torchwhere run`."""
     nursery, folder = Nursery(library), tmp_path_factory.mktemp("jobs")
-    jobs = selected_jobs(request.session.items)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         done = {
-            job: pool.submit(diagnose, nursery, *job, folder / f"{job[0]}-{job[1]}") for job in jobs
+            job: pool.submit(diagnose, nursery, *job, folder / f"{job[0]}-{job[1]}", cuts=cuts)
+            for job, cuts in selected_jobs(request.session.items).items()
         }
     nursery.close()
     return done
 
 
-def selected_jobs(items: list[pytest.Item]) -> list[tuple[str, int]]:
-    """Name and victim of each job that the selected tests need."""
-    functions = [item for item in items if "outcomes" in getattr(item, "fixturenames", ())]
-    parameters = [item.callspec.params for item in functions if hasattr(item, "callspec")]
-    jobs = [(parameter["name"], parameter["victim"]) for parameter in parameters]
-    return list(dict.fromkeys([*jobs, ("cable_pulled", 2)]))
+def selected_jobs(items: list[pytest.Item]) -> dict[tuple[str, int], bool]:
+    """Name and victim of each job that the selected tests need, and whether they need cut boxes."""
+    jobs = {("cable_pulled", 2): False}
+    for item in items:
+        if "outcomes" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
+            job = item.callspec.params["name"], item.callspec.params["victim"]
+            jobs[job] = jobs.get(job, False) or item.originalname == "test_one_box_is_cut"
+    return jobs
 
 
 def test_every_kind_is_represented() -> None:
     """The faults that `make test` plants exist, and cover every kind of verdict."""
     assert set(FAULTS) >= REPRESENTATIVE
     kinds = {name: expected.kinds[0] for name, (_, expected) in FAULTS.items()}
-    assert {kinds[name] for name in REPRESENTATIVE} == set(kinds.values())
+    for usual in (REPRESENTATIVE, CUT):
+        assert {kinds[name] for name in usual} == set(kinds.values())
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names(REPRESENTATIVE))
 def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
-    """Kind and culprits are right while the job hangs, and again when it and its monitor were
-    killed; the culprit's place is right."""
+    """Kind and culprits are right while the job hangs, and after it and its monitor were killed;
+    the culprit's place is right."""
     expected, outcome = FAULTS[name][1], outcome_of(outcomes, name, victim)
     live, after, culprits = outcome.live, outcome.after[Damage()], expected.culprits(victim)
     assert (live.kind in expected.kinds, set(live.culprits)) == (True, culprits), live.explanation
@@ -263,10 +283,10 @@ def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Ou
     if expected.module is not None:
         assert live.ranks[victim].place.module == expected.module
     if expected.issued is not None:
-        (said,) = [
+        (issued,) = [
             cohort["issued"] for cohort in live.facts["cohorts"] if cohort["ranks"] == [victim]
         ]
-        assert f"{marked(expected.issued)}," in said
+        assert f"{marked(expected.issued)}," in issued
     if expected.words is not None:
         assert expected.words in (live.ranks[victim].detail or "")
     assert (after.kind in kinds_after(expected), set(after.culprits)) == (True, culprits), (
@@ -275,14 +295,13 @@ def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Ou
 
 
 def kinds_after(expected: Expected) -> tuple[str, ...]:
-    """What may be said when all was killed: of a job that was well, that it is dead, and not that
-    it was healthy to its end."""
+    """The right kinds after a job was killed: a healthy job is then dead."""
     return ("dead",) if expected.kinds == ("healthy",) else expected.kinds
 
 
 def is_right(verdict: Verdict, expected: Expected, victim: int) -> bool:
-    """Whether it names the right ones, and what they did. One that died before the others noticed
-    may be called missing, where nobody saw it: as a conclusion."""
+    """Whether kind and culprits are right. A rank that died before the others noticed may be called
+    missing if no process saw it die, but only as inferred."""
     is_close = (
         "dead" in expected.kinds and verdict.kind == "missing" and verdict.certainty == "inferred"
     )
@@ -292,36 +311,53 @@ def is_right(verdict: Verdict, expected: Expected, victim: int) -> bool:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("name", NAMES)
-def test_nobody_watched(
+@pytest.mark.parametrize("name", names(REPRESENTATIVE))
+def test_boxes_without_snapshots(
     name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]
 ) -> None:
-    """When all was killed and no monitor was there, the boxes alone tell the same: by their hearts,
-    how long it had stood."""
-    verdict, expected = outcome_of(outcomes, name, victim).after[Damage(kept=BARE)], FAULTS[name][1]
+    """After a job without a monitor was killed, its boxes alone give the right verdict: their
+    heartbeats show how long it had hung."""
+    expected, outcome = FAULTS[name][1], outcome_of(outcomes, name, victim)
+    verdict = outcome.after[Damage(sources=BARE)]
     assert is_right(verdict, expected, victim), verdict.explanation
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("name", NAMES)
-def test_one_box_is_gone_or_cut(
+@pytest.mark.parametrize("name", names(REPRESENTATIVE))
+def test_one_box_is_gone(
     name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]
 ) -> None:
-    """With any one box deleted or cut, nobody is blamed but the culprit, and it is said. The
-    culprit is named if somebody was asked before; and else where ranks stood still, as one of them
-    or a monitor had seen it; if not, it takes the boxes that show it."""
-    expected, outcome = FAULTS[name][1], outcome_of(outcomes, name, victim)
+    """With any one box deleted, the verdict says so and names no healthy rank."""
+    outcome = outcome_of(outcomes, name, victim)
     for damage, verdict in outcome.after.items():
-        if damage.rank is None:
-            continue
-        said = " ".join(verdict.missing_data)
-        assert (
-            f"no box of rank {damage.rank}" in said if damage.size is None else verdict.missing_data
-        ), damage
-        assert set(verdict.culprits) <= expected.culprits(victim), (damage, verdict.explanation)
-        is_known = DOCTOR in damage.kept or outcome.live.stalled_s is not None
-        if is_known or damage.rank not in expected.needs(victim):
-            assert is_right(verdict, expected, victim), (damage, verdict.explanation)
+        if damage.rank is not None and damage.size is None:
+            missing = " ".join(verdict.missing_data)
+            assert f"no box of rank {damage.rank}" in missing, damage
+            assert_no_wrong_culprit(name, victim, outcome, damage)
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("name", names(CUT))
+def test_one_box_is_cut(
+    name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]
+) -> None:
+    """With any one box cut, the verdict says that data is missing and names no healthy rank."""
+    outcome = outcome_of(outcomes, name, victim)
+    for damage, verdict in outcome.after.items():
+        if damage.size is not None:
+            assert verdict.missing_data, damage
+            assert_no_wrong_culprit(name, victim, outcome, damage)
+
+
+def assert_no_wrong_culprit(name: str, victim: int, outcome: Outcome, damage: Damage) -> None:
+    """Check that no rank but the culprit is named; and that the culprit is named if a doctor ran
+    beside the job, if the job stalled, so that a rank saved a snapshot, or if the boxes that show
+    the culprit are there."""
+    expected, verdict = FAULTS[name][1], outcome.after[damage]
+    assert set(verdict.culprits) <= expected.culprits(victim), (damage, verdict.explanation)
+    is_recorded = DOCTOR in damage.sources or outcome.live.stalled_s is not None
+    if is_recorded or damage.rank not in expected.needs(victim):
+        assert is_right(verdict, expected, victim), (damage, verdict.explanation)
 
 
 def outcome_of(outcomes: dict[tuple[str, int], Future[Outcome]], name: str, victim: int) -> Outcome:
@@ -332,8 +368,8 @@ def outcome_of(outcomes: dict[tuple[str, int], Future[Outcome]], name: str, vict
 
 
 def test_the_flight_recorder_is_asked(outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
-    """Where all hang together, every rank that listens is asked for its dump, once, and what it
-    adds is said."""
+    """If all ranks hang together, the doctor asks each rank that can answer for its dump, once, and
+    the verdict has what the dump adds."""
     live = outcome_of(outcomes, "cable_pulled", 2).live
     assert live.collective is not None
     number = live.collective["number"]

@@ -19,8 +19,7 @@ from synthetic_boxes import RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxSummary
-from torchwhere.diagnose.calls.job_calls import JobCalls
-from torchwhere.diagnose.calls.load import load_calls
+from torchwhere.diagnose.calls.job_calls import JobCalls, load_calls
 from torchwhere.diagnose.doctor.verdict import State, Verdict
 from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.render.verdict import verdict_json

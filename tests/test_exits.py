@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,8 @@ from torchwhere.diagnose.doctor.exit_records import interrupted
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.render.verdict_text.rank_details import exit_text
+from torchwhere.render.verdict_text.phrases import exit_text
+from warm_python import WarmPython
 
 HUNG_UP = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:50363"
 GONE, ALIVE = ProcessStatus(alive=False), ProcessStatus(alive=True, alive_ns=9_000_000_000)
@@ -131,24 +131,22 @@ time.sleep(600)
 """
 
 
-def test_a_rank_that_is_no_longer_watched(tmp_path: Path) -> None:
+def test_a_rank_that_is_no_longer_watched(warm: WarmPython, tmp_path: Path) -> None:
     """One that left its watch while the others wait is missing, alive, and not dead; the same when
     all are gone."""
-    line = [sys.executable, "-c", LEAVING]
-    ranks = [
-        subprocess.Popen([*line, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    reading, writing = os.pipe()
+    ranks = [warm.start("-c", LEAVING, rank, tmp_path, stdout=writing) for rank in range(2)]
+    os.close(writing)
     try:
-        assert ranks[1].stdout is not None
-        assert ranks[1].stdout.readline() == "left\n"
+        with open(reading) as printed:
+            assert printed.readline() == "left\n"
         time.sleep(1.5)
         while (verdict := diagnose_folder(tmp_path / "run", stall_s=1.0)).kind == "healthy":
             time.sleep(0.2)
     finally:
         for process in ranks:
-            with process:
-                process.kill()
+            process.kill()
+            process.end()
     for said in (verdict, diagnose_folder(tmp_path / "run", stall_s=1.0)):
         assert (said.kind, said.culprits) == ("missing", (1,))
         assert said.explanation[0].startswith("Rank 1 did not issue all_reduce")
@@ -544,31 +542,26 @@ with torchwhere.watch(out=sys.argv[2] + "/run"):
 """
 
 
-def test_a_hang_that_was_ended_with_ctrl_c(tmp_path: Path) -> None:
+def test_a_hang_that_was_ended_with_ctrl_c(warm: WarmPython, tmp_path: Path) -> None:
     """Of real ranks, one of which hangs: after Ctrl-C the verdict is the hang, with its line, and
     that it was interrupted."""
     script = tmp_path / "train.py"
     script.write_text(HANGING)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            cwd=tmp_path,
-        )
-        for rank in range(2)
-    ]
+    reading, writing = os.pipe()
+    ranks = [warm.start(script, rank, tmp_path, cwd=tmp_path, stdout=writing) for rank in range(2)]
+    os.close(writing)
     try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            rank.stdout.readline()
+        with open(reading) as printed:
+            assert [printed.readline() for _ in ranks] == ["here\n"] * 2
         time.sleep(4)
         for rank in ranks:
-            rank.send_signal(signal.SIGINT)
-        ranks[1].wait(30)
+            rank.kill(signal.SIGINT)
+        while ranks[1].runs():
+            time.sleep(0.05)
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
+            rank.end()
     verdict = diagnose_folder(tmp_path / "run", stall_s=4)
     assert (verdict.kind, verdict.culprits) == ("missing", (1,)), verdict.explanation
     assert (

@@ -17,9 +17,9 @@ from torchwhere.diagnose.doctor.exits import Reaction
 from torchwhere.diagnose.doctor.stacks import Activity, Hold, holding
 from torchwhere.native.load import SWITCH
 from torchwhere.pipeline.verdict import diagnose_folder
-from torchwhere.processes.stacks import crash_stack
+from torchwhere.processes.look import crash_stack
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.render.verdict_text.rank_details import exit_text, hold_text
+from torchwhere.render.verdict_text.phrases import exit_text, hold_text
 
 WATCHDOG = (
     "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with"

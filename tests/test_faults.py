@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchwhere.hooks.fault_stack import Faults
+from torchwhere.hooks.stack_files import Faults
 
 
 def test_a_child_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

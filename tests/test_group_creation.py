@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from torchwhere.core.events import Kind
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.status import ProcessStatus
+from warm_python import WarmPython
 
 S = 1_000_000_000
 NOW_S = 100
@@ -250,19 +250,15 @@ with torchwhere.watch(out=f"{folder}/run"):
 """
 
 
-def test_real_start(tmp_path: Path) -> None:
+def test_real_start(warm: WarmPython, tmp_path: Path) -> None:
     """Of two processes one never creates the group: the verdict says so while the other waits, and
     where that rank is."""
     script = tmp_path / "half.py"
     script.write_text(_HALF_A_JOB)
-    commands = [[sys.executable, str(script), str(rank), str(tmp_path)] for rank in range(2)]
-    environments = [
-        os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        for rank in range(2)
-    ]
+    environment = os.environ | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     jobs = [
-        subprocess.Popen(command, env=env, cwd=tmp_path)
-        for command, env in zip(commands, environments, strict=True)
+        warm.start(script, rank, tmp_path, cwd=tmp_path, env=environment | {"RANK": str(rank)})
+        for rank in range(2)
     ]
     try:
         deadline = time.monotonic() + 300
@@ -280,7 +276,7 @@ def test_real_start(tmp_path: Path) -> None:
     finally:
         for job in jobs:
             job.kill()
-            job.wait()
+            job.end()
 
 
 # -- threads ---------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchwhere.core.interner import Interner
-from torchwhere.core.row_ids import row_ids
+from torchwhere.core.grouping import Interner, row_ids
 
 
 def test_ids_count_up_from_the_reserved_values() -> None:

@@ -8,13 +8,14 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from torchwhere.blackbox.run import read_run
+from warm_python import WarmPython
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {
@@ -227,6 +228,7 @@ REASONS = {
     "own_hook": "exception: Odd",
     "main_stays": "exit 0",
 }
+FROM_SCRATCH = ("raises", "main_stays")  # in a new Python, not in a fork that has imported torch
 NOTES = {
     "raises": "torchwhere: rank 0, step 0, outside any module, raises.py:5; no collective so far",
     "in_a_module": (
@@ -237,21 +239,22 @@ NOTES = {
 
 @pytest.fixture(scope="module")
 def scripts(
-    tmp_path_factory: pytest.TempPathFactory,
+    warm: WarmPython, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, tuple[Ended, Ended]]]:
-    """Each script, once with plain Python and once under a watch, two at a time."""
+    """Each script, once with plain Python and once under a watch."""
     folder = tmp_path_factory.mktemp("scripts")
 
     def both(name: str) -> tuple[Ended, Ended]:
         (folder / f"{name}.py").write_text(SCRIPTS[name])
         plain = start(sys.executable, f"{name}.py", folder=folder)
-        watched = start(
-            sys.executable, "-m", "torchwhere", "run", "--out", name, f"{name}.py", folder=folder
-        )
-        return end(plain), end(watched)
+        command = ("-m", "torchwhere", "run", "--out", name, f"{name}.py")
+        if name in FROM_SCRATCH:
+            watched = end(start(sys.executable, *command, folder=folder))
+        else:
+            watched = Ended(*warm.run(*command, cwd=folder, env=ENVIRONMENT))
+        return end(plain), watched
 
-    with ThreadPoolExecutor(2) as pool:
-        return folder, dict(zip(SCRIPTS, pool.map(both, SCRIPTS), strict=True))
+    return folder, {name: both(name) for name in SCRIPTS}
 
 
 FRAME = r'^  File ".*/{file}.*\n(    .*\n)*'
@@ -346,46 +349,41 @@ def test_script_that_does_not_exist(tmp_path: Path) -> None:
     assert not (tmp_path / "boxes").exists()
 
 
-def test_two_watchers_on_one_folder(tmp_path: Path) -> None:
+def test_two_watchers_on_one_folder(warm: WarmPython, tmp_path: Path) -> None:
     """The folder of a running job is refused before the second script runs; the first job is not
     disturbed."""
     (tmp_path / "first.py").write_text("input()\nprint('first is done')\n")
     (tmp_path / "second.py").write_text("print('second')\n")
-    command = (sys.executable, "-m", "torchwhere", "run", "--out", "boxes")
-    first = subprocess.Popen(
-        [*command, "first.py"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = ("-m", "torchwhere", "run", "--out", "boxes")
+    reading, writing = os.pipe()
+    first = warm.start(*command, "first.py", cwd=tmp_path, env=ENVIRONMENT, stdin=reading)
+    os.close(reading)
     try:
         while not (tmp_path / "boxes" / "rank0.box").exists():
-            assert first.poll() is None
-        second = end(start(*command, "second.py", folder=tmp_path))
+            assert first.runs()
+            time.sleep(0.01)
+        second = warm.run(*command, "second.py", cwd=tmp_path, env=ENVIRONMENT)
     finally:
-        out, _ = first.communicate("\n", timeout=400)
-    assert (second.code, second.out) == (2, "")
+        os.write(writing, b"\n")
+        os.close(writing)
+        code, out, _ = first.end()
+    assert (second.returncode, second.stdout) == (2, "")
     assert (
-        second.err
+        second.stderr
         == "torchwhere: boxes/rank0.box is being written by another process. Give every job its own"
         " folder (out=..., --out), and in processes that do not have RANK set start watching"
         " after init_process_group, when the rank is known.\n"
     )
-    assert (first.returncode, out) == (0, "first is done\n")
+    assert (code, out) == (0, "first is done\n")
     assert ending(tmp_path / "boxes") == "exit 0"
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written(warm: WarmPython, tmp_path: Path) -> None:
     """If the folder is not writable, the script runs all the same, with one warning."""
     (tmp_path / "train.py").write_text("print('trained')\n")
     (tmp_path / "boxes").write_text("a file, not a folder")
-    ended = end(
-        start(
-            sys.executable, "-m", "torchwhere", "run", "--out", "boxes", "train.py", folder=tmp_path
-        )
-    )
+    command = ("-m", "torchwhere", "run", "--out", "boxes", "train.py")
+    ended = Ended(*warm.run(*command, cwd=tmp_path, env=ENVIRONMENT))
     assert (ended.code, ended.out) == (0, "trained\n")
     assert (
         ended.err

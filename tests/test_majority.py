@@ -13,8 +13,8 @@ from torchwhere.blackbox.run import read_run
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.doctor.call_patterns import Roles
 from torchwhere.diagnose.doctor.majority import Majority
-from torchwhere.diagnose.doctor.roles import Roles
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import waits
 

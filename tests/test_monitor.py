@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.processes.exit_waiter import ExitWaiter
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.read import saved_statuses
+from warm_python import Ended, WarmPython
 
 SCRIPT = """
 import sys, time
@@ -37,9 +39,7 @@ dist.destroy_process_group()
 """
 
 
-def launch(
-    folder: Path, victim: int, *options: str, late_s: int = 1000
-) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, victim: int, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
     torchrun = [
         sys.executable,
@@ -60,7 +60,7 @@ def launch(
             *options,
             "train.py",
             str(victim),
-            str(late_s),
+            "1000",
         ],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -69,6 +69,29 @@ def launch(
         timeout=400,
         check=False,
     )
+
+
+def launch_ranks(
+    warm: WarmPython, folder: Path, victim: int, *options: str, late_s: int = 1000
+) -> Ended:
+    """The same job without torchrun, whose ranks need not import torch. Returns the largest exit
+    code and all that the ranks printed."""
+    (folder / "train.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    command = ("-m", "torchwhere", "run", "--out", "run", *options, "train.py", victim, late_s)
+    ranks = [
+        warm.start(
+            *command,
+            cwd=folder,
+            env=os.environ | address | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    codes, outs, errors = zip(*(rank.end() for rank in ranks), strict=True)
+    return Ended(max(codes), "".join(outs), "".join(errors))
 
 
 def test_hang_is_printed_and_ended(tmp_path: Path) -> None:
@@ -87,9 +110,9 @@ def test_hang_is_printed_and_ended(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.culprits) == ("missing", (1,))
 
 
-def test_a_wait_that_passes(tmp_path: Path) -> None:
+def test_a_wait_that_passes(warm: WarmPython, tmp_path: Path) -> None:
     """A printed wait that then passes is taken back, on the screen and in the saved files."""
-    done = launch(tmp_path, 1, "--stall", "2", late_s=6)
+    done = launch_ranks(warm, tmp_path, 1, "--stall", "2", late_s=6)
     assert (done.returncode, done.stdout.count("done")) == (0, 2)
     assert "HANG  2 ranks" in done.stderr
     assert "torchwhere: the wait is over, the job goes on." in done.stderr
@@ -103,10 +126,10 @@ def test_a_wait_that_passes(tmp_path: Path) -> None:
     assert [path.read_text() for path in (tmp_path / "run").glob("monitor-*.json")] == before
 
 
-def test_healthy_job_gets_no_output(tmp_path: Path) -> None:
+def test_healthy_job_gets_no_output(warm: WarmPython, tmp_path: Path) -> None:
     """For a healthy job the monitor prints nothing and exits with it, and the doctor calls it
     healthy."""
-    done = launch(tmp_path, -1, "--stall", "5")
+    done = launch_ranks(warm, tmp_path, -1, "--stall", "5")
     assert (done.returncode, done.stdout.count("done")) == (0, 2)
     assert "torchwhere" not in done.stderr
     assert not (tmp_path / "run" / "verdict.json").exists()

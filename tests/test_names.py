@@ -24,7 +24,7 @@ from rank_pool import Pool
 from torchwhere.api.names import UnknownNameError, names_of_live_models
 from torchwhere.model.module_names import NameTable
 from torchwhere.model.module_walk import walk
-from torchwhere.model.outermost import topmost
+from torchwhere.model.wrappers import topmost
 
 
 def test_names_are_those_of_the_state_dict() -> None:

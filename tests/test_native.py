@@ -42,7 +42,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
-from torchwhere.hooks.shape_inference import PIPELINING
+from torchwhere.hooks.modules import PIPELINING
 from torchwhere.hooks.threads import LOG_LENGTH
 from torchwhere.native import first_run, self_test
 from torchwhere.native import load as loading

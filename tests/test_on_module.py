@@ -8,8 +8,6 @@ import functools
 import gc
 import hashlib
 import logging
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from rank_pool import Pool
 from test_identity import KINDS, _tensors
 from torchwhere import ModuleCall, on_module
 from torchwhere.api import watch
+from warm_python import WarmPython
 
 KEYS = ("enter", "exit", "backward_enter", "backward_exit")
 SIGNS = dict(zip(KEYS, "><{}", strict=True))
@@ -226,7 +225,7 @@ def test_a_shared_module_has_a_backward_for_each_call() -> None:
     assert torch.equal(shapes[1], shared.weight.grad)
 
 
-def test_a_graph_of_any_depth() -> None:
+def test_a_graph_of_any_depth(warm: WarmPython) -> None:
     """A chain of 200,000 nodes is reported like any other, and is freed without a stack overflow,
     in a process of its own."""
     code = """
@@ -243,9 +242,7 @@ with torchwhere.on_module(backward_enter=lambda *_: told.append("in"), backward_
     del x, loss
 print(*told)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=False
-    )
+    done = warm.run("-c", code)
     assert (done.returncode, done.stdout) == (0, "in out\n"), done.stderr
 
 

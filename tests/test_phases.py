@@ -1,5 +1,5 @@
-"""Phases: what is counted, how they nest on threads, in coroutines and generators, and the table of
-one rank and of many."""
+"""Phases: their sums, how they nest on threads, in coroutines and in generators, and the tables of
+one rank and of many ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import contextvars
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,10 +30,11 @@ from torchwhere.blackbox.phase_sums import MOST_PATHS, OTHERS, PhaseKey, PhaseSu
 from torchwhere.diagnose.phases import Phases, table
 from torchwhere.hooks import phases as phase_hook
 from torchwhere.render.phases import phases_lines
+from warm_python import WarmPython
 
 GOLDEN = Path(__file__).parent / "golden"
 MS = 1_000_000
-START = 10**12  # of the clock of the tests
+START = 10**12  # the first reading of the clock
 
 
 class Clock:
@@ -55,26 +57,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def brief(found: Phases) -> dict[str, tuple[float, ...]]:
-    """By path: count, and total, max and self in ms."""
+def brief(phases: Phases) -> dict[str, tuple[float, ...]]:
+    """Return the count, and total, maximum and own time in ms, of each path."""
     return {
         "/".join(row.path): (
             row.all.count,
             *(ns / MS for ns in (row.all.total_ns, row.all.max_ns, row.all.self_ns)),
         )
-        for row in found
+        for row in phases
     }
 
 
-def shown(found: Phases, *, width: int | None = None) -> list[str]:
-    return ["".join(text for text, _ in line) for line in phases_lines(found, width=width)]
+def shown(phases: Phases, *, width: int | None = None) -> list[str]:
+    return ["".join(text for text, _ in line) for line in phases_lines(phases, width=width)]
 
 
 # -- counting --------------------------------------------------------------------------------------
 
 
 def test_sums_of_nested_phases(clock: Clock) -> None:
-    """A phase is counted under those around it; its own time is without those inside it."""
+    """A phase is counted below the phases around it; its own time excludes the phases inside it."""
     with torchwhere.watch():
         for step in range(3):
             torchwhere.step(step)
@@ -85,27 +87,31 @@ def test_sums_of_nested_phases(clock: Clock) -> None:
             with torchwhere.phase("attention"):
                 clock.sleep(5)
             clock.sleep(2)
-        found = torchwhere.phases()
-    assert brief(found) == {
+        phases = torchwhere.phases()
+    assert brief(phases) == {
         "forward": (3, 12, 5, 3),
         "forward/attention": (3, 9, 4, 9),
         "attention": (3, 15, 5, 15),
     }
-    row = found["forward", "attention"]
+    row = phases["forward", "attention"]
     assert (row.name, row.is_main, row.all.mean_ns, row.all.share) == (
         "attention",
         True,
         3 * MS,
         9 / 33,
     )
-    assert (found.steps[0].count, found.steps[0].max_ns, found.watched_ns) == (2, 11 * MS, 33 * MS)
+    assert (phases.steps[0].count, phases.steps[0].max_ns, phases.watched_ns) == (
+        2,
+        11 * MS,
+        33 * MS,
+    )
     with pytest.raises(KeyError, match="nothing"):
-        found["nothing"]
+        phases["nothing"]
 
 
 def test_sums_are_those_of_the_last_watch(clock: Clock) -> None:
-    """When a watch is over its phases stay to be asked for, and no longer grow; the next watch
-    begins with none."""
+    """The phases of a watch can be read after its end, and then no longer change; the next watch
+    begins without phases."""
     with torchwhere.watch(), torchwhere.phase("first"):
         clock.sleep(3)
     clock.sleep(100)
@@ -118,7 +124,7 @@ def test_sums_are_those_of_the_last_watch(clock: Clock) -> None:
 
 
 def test_a_phase_inside_itself(clock: Clock) -> None:
-    """One phase object may be used inside itself: each level is a phase of its own."""
+    """A phase object may be used inside itself: each level is a separate phase."""
     data = torchwhere.phase("data")
     with torchwhere.watch(), data:
         clock.sleep(1)
@@ -132,22 +138,22 @@ def test_a_phase_inside_itself(clock: Clock) -> None:
 
 
 def test_a_phase_that_has_not_ended(clock: Clock) -> None:
-    """What still runs is in the total and in the share, not in the count; its inner phases are not
-    more than it."""
+    """A phase that still runs adds to the total and to the share, not to the count; its inner phases
+    do not take longer than it."""
     with torchwhere.watch(), torchwhere.phase("epoch"):
         with torchwhere.phase("data"):
             clock.sleep(3)
         clock.sleep(1)
-        found = torchwhere.phases()
-    times = found["epoch"].all
-    assert brief(found) == {"epoch": (0, 4, 0, 1), "epoch/data": (1, 3, 3, 3)}
+        phases = torchwhere.phases()
+    times = phases["epoch"].all
+    assert brief(phases) == {"epoch": (0, 4, 0, 1), "epoch/data": (1, 3, 3, 3)}
     assert (times.running, times.running_ns, times.mean_ns, times.share) == (1, 4 * MS, 0.0, 1.0)
-    assert shown(found)[-1] == "not ended: epoch on rank 0, after 4.0 ms"
+    assert shown(phases)[-1] == "not ended: epoch on rank 0, after 4.0 ms"
 
 
 def test_a_watch_that_begins_and_ends_inside_phases(clock: Clock) -> None:
-    """A phase that began before the watch is not counted; one that has not ended when it ends
-    disturbs no later watch."""
+    """A phase that began before the watch is not counted; a phase that outlasts the watch does not
+    disturb the next watch."""
     with torchwhere.phase("outer"):
         torchwhere.start()
         with torchwhere.phase("inner"):
@@ -164,7 +170,7 @@ def test_a_watch_that_begins_and_ends_inside_phases(clock: Clock) -> None:
 
 
 def test_exceptions_end_phases(clock: Clock) -> None:
-    """A phase that an exception leaves is counted, and those after it are not inside it."""
+    """A phase that ends with an exception is counted, and later phases are not inside it."""
     with torchwhere.watch():
         for _ in range(2):
             with (
@@ -183,9 +189,9 @@ def test_exceptions_end_phases(clock: Clock) -> None:
     }
 
 
-def test_names_without_end(tmp_path: Path) -> None:
-    """A program that makes up names all the time fills no table: the rest is one row, and every
-    event keeps its name."""
+def test_too_many_names(tmp_path: Path) -> None:
+    """If a program uses a new name in every step, the table stays small: one row sums up the rest,
+    and each event has its own name."""
     with torchwhere.watch(out=tmp_path):
         for number in range(500):
             with torchwhere.phase(f"batch {number}"), torchwhere.phase("inner"):
@@ -206,7 +212,7 @@ def test_names_without_end(tmp_path: Path) -> None:
 
 
 def test_phases_of_many_threads() -> None:
-    """Threads nest by themselves, use one object at once, and none of their phases is lost."""
+    """Phases nest separately on each thread; threads may share a phase object; no phase is lost."""
     data, interval = torchwhere.phase("data"), sys.getswitchinterval()
 
     def work() -> None:
@@ -223,10 +229,10 @@ def test_phases_of_many_threads() -> None:
             work()
             for thread in threads:
                 thread.join()
-            found = torchwhere.phases()
+            phases = torchwhere.phases()
     finally:
         sys.setswitchinterval(interval)
-    assert [(row.path, row.is_main, row.all.count, row.all.running) for row in found] == [
+    assert [(row.path, row.is_main, row.all.count, row.all.running) for row in phases] == [
         (("main",), True, 0, 1),
         (("main", "data"), True, 500, 0),
         (("main", "data", "inner"), True, 500, 0),
@@ -236,7 +242,7 @@ def test_phases_of_many_threads() -> None:
 
 
 def test_tasks_that_take_turns(clock: Clock) -> None:
-    """Coroutines that take turns on one thread nest each by itself, and each has its own time."""
+    """Phases of coroutines that take turns on one thread nest separately, each with its own time."""
 
     @torchwhere.phase("rollout")
     async def rollout(turns: int) -> int:
@@ -252,23 +258,23 @@ def test_tasks_that_take_turns(clock: Clock) -> None:
 
     with torchwhere.watch():
         assert asyncio.run(main()) == [1, 3, 2]
-    found = torchwhere.phases()
+    phases = torchwhere.phases()
     assert inspect.iscoroutinefunction(rollout)
-    assert [(row.path, row.all.count) for row in found] == [
+    assert [(row.path, row.all.count) for row in phases] == [
         (("all",), 1),
         (("all", "rollout"), 3),
         (("all", "rollout", "generate"), 6),
     ]
-    # Turns: all three, then two, then one. Each rollout lasts from its first turn to its last, the
-    # waiting included.
-    assert found["all"].all.total_ns == 6 * MS
-    assert found["all", "rollout"].all.max_ns == 6 * MS
-    assert found["all", "rollout"].all.total_ns == (1 + 5 + 6) * MS
+    # Turns: all three, then two, then one. Each rollout lasts from its first turn to its last,
+    # including its waits.
+    assert phases["all"].all.total_ns == 6 * MS
+    assert phases["all", "rollout"].all.max_ns == 6 * MS
+    assert phases["all", "rollout"].all.total_ns == (1 + 5 + 6) * MS
 
 
 def test_generators_are_timed_while_they_run(clock: Clock) -> None:
-    """A decorated generator is in its phase while it makes an item, not while its caller uses it;
-    it stays a generator."""
+    """A decorated generator is in its phase while it produces an item, not while its caller uses the
+    item; it is still a generator."""
 
     @torchwhere.phase("load")
     def items(count: int) -> Iterator[int]:
@@ -310,7 +316,7 @@ def test_generators_are_timed_while_they_run(clock: Clock) -> None:
 
 
 def test_async_generators_are_timed_while_they_run(clock: Clock) -> None:
-    """The same for an asynchronous generator, what it awaits included."""
+    """The phase of an asynchronous generator also includes what the generator awaits."""
 
     @torchwhere.phase("fetch")
     async def items() -> AsyncIterator[int]:
@@ -324,14 +330,14 @@ def test_async_generators_are_timed_while_they_run(clock: Clock) -> None:
                 got = 7
 
     async def main() -> list[int]:
-        found = []
+        got_items = []
         async for item in items():
-            found.append(item)
+            got_items.append(item)
             clock.sleep(50)
         generator = items()
-        found += [await generator.asend(None), await generator.athrow(KeyError("x"))]
+        got_items += [await generator.asend(None), await generator.athrow(KeyError("x"))]
         await generator.aclose()
-        return found
+        return got_items
 
     with torchwhere.watch():
         assert asyncio.run(main()) == [0, 1, 0, 7]
@@ -340,7 +346,7 @@ def test_async_generators_are_timed_while_they_run(clock: Clock) -> None:
 
 
 def test_a_generator_that_ends_inside_its_callers_phase(clock: Clock) -> None:
-    """A phase around a `yield` may end while one of the caller's runs: both have their own time."""
+    """A phase around a `yield` may end inside a phase of the caller: both times are right."""
 
     def items() -> Iterator[None]:
         with torchwhere.phase("items"):
@@ -364,8 +370,8 @@ def test_a_generator_that_ends_inside_its_callers_phase(clock: Clock) -> None:
 
 
 def test_decorated_functions(clock: Clock, tmp_path: Path) -> None:
-    """A decorated function keeps its name, may call itself, and its phase has the line of the
-    call."""
+    """A decorated function has its name and docstring, may call itself, and its phase has the line
+    of the call."""
 
     @torchwhere.phase("work")
     def work(depth: int) -> int:
@@ -389,8 +395,8 @@ def test_decorated_functions(clock: Clock, tmp_path: Path) -> None:
 
 
 def test_the_place_of_a_phase(tmp_path: Path) -> None:
-    """A phase inside a module has that module's place at its beginning and its end, and the line of
-    its `with`."""
+    """Both events of a phase inside a module have the place of that module and the line of the
+    `with`."""
 
     class Timed(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -409,8 +415,8 @@ def test_the_place_of_a_phase(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_has_no_phases_and_no_breaks(backend: str) -> None:
-    """Phases inside compiled code change nothing: one graph, no guard on the watch, the same
-    results; nothing is recorded."""
+    """Phases inside compiled code have no effect: one graph, no guard on the watch, the same results,
+    no records."""
     graphs: list[Any] = []
     decorated = torchwhere.phase("decorated")(torch.relu)
 
@@ -440,14 +446,14 @@ def test_phases_without_a_watch() -> None:
     """Without a watch a phase stores nothing, on any thread and in any context."""
 
     def look() -> None:
-        with torchwhere.phase("nobody"):
+        with torchwhere.phase("unwatched"):
             assert phase_hook._innermost.get() is None
 
     contextvars.Context().run(look)
-    assert "nobody" not in brief(torchwhere.phases())
+    assert "unwatched" not in brief(torchwhere.phases())
 
 
-def test_our_errors_stay_ours(
+def test_errors_do_not_reach_the_program(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error inside a phase's own bookkeeping is logged once, switches phases off, and never
@@ -465,19 +471,18 @@ def test_our_errors_stay_ours(
     assert len(torchwhere.phases()) == 0
 
 
-@pytest.mark.parametrize(("what", "kind"), [(5, "int"), (None, "NoneType")])
-def test_only_functions_are_decorated(what: Any, kind: str) -> None:
+@pytest.mark.parametrize(("value", "kind"), [(5, "int"), (None, "NoneType")])
+def test_only_functions_are_decorated(value: Any, kind: str) -> None:
     """Decorating anything but a function is a TypeError that says so."""
     with pytest.raises(TypeError, match=rf"^phase\('data'\) decorates a function, got {kind}$"):
-        torchwhere.phase("data")(what)
+        torchwhere.phase("data")(value)
 
 
 # -- offline, and many ranks -----------------------------------------------------------------------
 
 
 def _phases_of_a_rank(folder: Path) -> dict[str, Any]:
-    """On each of four ranks: 50 steps of phases into a ring of 64 records; rank 2 is slow, rank 3
-    saves."""
+    """Record 50 steps with phases, in a ring of 64 records; rank 2 is slow, rank 3 saves once."""
     import torch.distributed as dist
 
     rank, clock = dist.get_rank(), Clock()
@@ -514,8 +519,8 @@ def four_rank_run(
 
 
 def test_sums_outlive_the_ring(four_rank_run: tuple[Path, list[dict[str, Any]]]) -> None:
-    """A ring that has gone round loses events, and none of the sums: the box says what the process
-    knew."""
+    """A ring that has wrapped has lost events, but no sums: the table from the box equals the table
+    from the process."""
     folder, answers = four_rank_run
     run = torchwhere.read_run(folder)
     assert all(box.counts.overwritten > 100 for box in run.boxes.values())
@@ -526,10 +531,10 @@ def test_sums_outlive_the_ring(four_rank_run: tuple[Path, list[dict[str, Any]]])
 
 
 def test_table_over_ranks(four_rank_run: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Over many ranks: the time of each, the slowest and the fastest rank, and a phase that only
-    one rank has."""
-    found = torchwhere.phases(four_rank_run[0])
-    row = found["forward", "attention"]
+    """The table of many ranks has the time of each rank, the slowest and the fastest rank, and a
+    phase of only one rank."""
+    phases = torchwhere.phases(four_rank_run[0])
+    row = phases["forward", "attention"]
     assert {rank: times.total_ns / MS for rank, times in row.by_rank.items()} == {
         0: 100,
         1: 100,
@@ -537,10 +542,10 @@ def test_table_over_ranks(four_rank_run: tuple[Path, list[dict[str, Any]]]) -> N
         3: 100,
     }
     assert (row.slowest, row.fastest, row.all.count, row.all.total_ns / MS) == (2, 0, 200, 500)
-    assert list(found["save"].by_rank) == [3]
-    assert found["backward"].all.share == 600 / (250 + 250 + 350 + 257)
+    assert list(phases["save"].by_rank) == [3]
+    assert phases["backward"].all.share == 600 / (250 + 250 + 350 + 257)
     assert list(torchwhere.phases(four_rank_run[0], ranks=[1, 2])["backward"].by_rank) == [1, 2]
-    assert found == torchwhere.phases(torchwhere.read_run(four_rank_run[0]))
+    assert phases == torchwhere.phases(torchwhere.read_run(four_rank_run[0]))
 
 
 def check_golden(name: str, text: str) -> None:
@@ -552,12 +557,15 @@ def check_golden(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("width", [None, 80, 60])
 def test_how_it_looks(four_rank_run: tuple[Path, list[dict[str, Any]]], width: int | None) -> None:
-    """The table of many ranks and that of one, in a pipe and in terminals of two widths."""
-    many, one = torchwhere.phases(four_rank_run[0]), torchwhere.phases(four_rank_run[0], ranks=[3])
-    lines = [*shown(many, width=width), "", *shown(one, width=width)]
+    """The tables of many ranks and of one rank fit a pipe and terminals of two widths."""
+    many, single = (
+        torchwhere.phases(four_rank_run[0]),
+        torchwhere.phases(four_rank_run[0], ranks=[3]),
+    )
+    lines = [*shown(many, width=width), "", *shown(single, width=width)]
     assert width is None or max(map(len, lines)) <= width
     check_golden(f"phases-{width or 'pipe'}.txt", "\n".join(lines) + "\n")
-    assert str(one) == "\n".join(shown(one))
+    assert str(single) == "\n".join(shown(single))
 
 
 def test_the_command(
@@ -569,9 +577,9 @@ def test_the_command(
     assert cli.main(["phases", folder]) == 0
     assert capsys.readouterr().out.rstrip("\n") == str(torchwhere.phases(folder))
     assert cli.main(["phases", folder, "--json", "--rank", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == torchwhere.phases(folder, ranks=[3]).to_dict()
-    assert found["phases"][-1] == {
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == torchwhere.phases(folder, ranks=[3]).to_dict()
+    assert printed["phases"][-1] == {
         "path": ["save"],
         "thread": "main",
         **(
@@ -595,7 +603,7 @@ def test_the_command(
 
 
 def test_reading_needs_no_torch(four_rank_run: tuple[Path, list[dict[str, Any]]]) -> None:
-    """The table of a run, from Python and from the command line, comes without torch."""
+    """Reading the phases of a run does not import torch."""
     code = (
         f"import sys, torchwhere; print(torchwhere.phases({str(four_rank_run[0])!r})); assert"
         " 'torch' not in sys.modules"
@@ -605,9 +613,8 @@ def test_reading_needs_no_torch(four_rank_run: tuple[Path, list[dict[str, Any]]]
     assert done.stdout.rstrip("\n") == str(torchwhere.phases(four_rank_run[0]))
 
 
-def test_a_killed_process(tmp_path: Path) -> None:
-    """The box of a process that was killed says what it was in the middle of, and everything that
-    had ended."""
+def test_a_killed_process(warm: WarmPython, tmp_path: Path) -> None:
+    """The box of a killed process has all ended phases and the phases that it was in."""
     program = (
         "import os, signal, torchwhere\n"
         f"torchwhere.start(out={str(tmp_path)!r})\n"
@@ -616,33 +623,33 @@ def test_a_killed_process(tmp_path: Path) -> None:
         "with torchwhere.phase('train'), torchwhere.phase('save'):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=400)
-    found = torchwhere.phases(tmp_path)
-    assert [(row.path, row.all.count, row.all.running) for row in found] == [
+    assert warm.run("-c", program).returncode == -signal.SIGKILL
+    phases = torchwhere.phases(tmp_path)
+    assert [(row.path, row.all.count, row.all.running) for row in phases] == [
         (("data",), 3, 0),
         (("train",), 0, 1),
         (("train", "save"), 0, 1),
     ]
-    assert shown(found)[-1].startswith("not ended: train > save on rank 0, after ")
+    assert shown(phases)[-1].startswith("not ended: train > save on rank 0, after ")
 
 
-def test_a_box_whose_words_do_not_fit_together() -> None:
-    """Words of a box that are of different moments, or damaged, give no absurd time."""
+def test_a_box_with_inconsistent_words() -> None:
+    """Words of a box that were written at different times, or are damaged, give no absurd time."""
     sums = {
         PhaseKey((), True): PhaseSum(3, 30 * MS, 20 * MS, 1, START),
         PhaseKey(("torn",), True): PhaseSum(1, MS, MS, 1, 0),
         PhaseKey(("damaged",), True): PhaseSum(1, MS, MS, 1, 2**63),
     }
-    found = table({0: (sums, START + 10 * MS)})
-    assert [times.total_ns for times in (found["torn"].all, found["damaged"].all)] == [MS, MS]
-    assert found.watched_ns == 40 * MS
+    phases = table({0: (sums, START + 10 * MS)})
+    assert [times.total_ns for times in (phases["torn"].all, phases["damaged"].all)] == [MS, MS]
+    assert phases.watched_ns == 40 * MS
 
 
 def test_a_box_without_steps() -> None:
-    """Without the time of the steps there is no share, and no division by zero."""
-    found = table({0: ({PhaseKey(("data",), True): PhaseSum(1, MS, MS)}, START)})
-    assert found["data"].all.share is None
-    assert shown(found)[1:] == [
+    """Without times of steps, the share is unknown and nothing is divided by zero."""
+    phases = table({0: ({PhaseKey(("data",), True): PhaseSum(1, MS, MS)}, START)})
+    assert phases["data"].all.share is None
+    assert shown(phases)[1:] == [
         "phase  count   total    mean     max  share  self",
         "data       1  1.0 ms  1.0 ms  1.0 ms      -     -",
     ]
@@ -651,8 +658,8 @@ def test_a_box_without_steps() -> None:
 def test_hostile_names_are_inert(tmp_path: Path) -> None:
     """A phase's name may hold anything: on the terminal it is one line without escape sequences."""
     with torchwhere.watch(), torchwhere.phase("a\x1b[31m\nb\u202e/c"):
-        found = torchwhere.phases()
-    lines = shown(found)
+        phases = torchwhere.phases()
+    lines = shown(phases)
     assert len(lines) == 5
     assert all(line.isprintable() for line in lines)
 
@@ -675,8 +682,7 @@ def test_bad_input(tmp_path: Path) -> None:
 
 
 def test_phases_before_any_watch() -> None:
-    """A process that was never watched gets an empty table that says so: printing it may stay in a
-    script."""
+    """In a process that was never watched, the table is empty and says so."""
     code = (
         "import torchwhere; found = torchwhere.phases(); print(found); print(len(found),"
         " repr(found))"

@@ -1,5 +1,4 @@
-"""The data of the report: every section for real runs with known numbers, for a thousand ranks, and
-for damaged boxes."""
+"""The data of the report: every section, for real runs, for a thousand ranks and for damaged boxes."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import PASS_LABELS, Pass
-from torchwhere.diagnose.calls.job_calls import calls_of_run
-from torchwhere.diagnose.calls.load import load_calls, load_calls_with
+from torchwhere.diagnose.calls.job_calls import calls_of_run, load_calls, load_calls_with
 from torchwhere.diagnose.clocks import host_clocks
 from torchwhere.diagnose.report import collectives, modules, ranks, steps, texts
 from torchwhere.diagnose.report.digest import Digest, step_times
@@ -52,8 +50,7 @@ MS = 1_000_000
 
 
 def _train(folder: Path) -> None:
-    """On each of four ranks: six steps with module events, phases, notes, recomputation and two
-    groups of a mesh."""
+    """Train six steps with module events, phases, notes, recomputation and two groups of a mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils.checkpoint import checkpoint
 
@@ -91,15 +88,15 @@ def real(folder: Path) -> dict[str, Any]:
     return report_json(report_on(folder))
 
 
-def rows_by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in found["modules"]["rows"]}
+def rows_by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in report["modules"]["rows"]}
 
 
 def test_calls_of_modules(real: dict[str, Any]) -> None:
-    """Calls are counted over ranks, steps and folded layers, forward and recomputation apart; a
-    tree in the model's order."""
-    found = rows_by_name(real)
-    assert list(found) == [
+    """Calls are counted over ranks, steps and folded layers, separately for forward and
+    recomputation; the rows are in the order of the model."""
+    rows = rows_by_name(real)
+    assert list(rows) == [
         "<root>",
         "layers.0-2",
         "layers.0-2.up",
@@ -107,19 +104,23 @@ def test_calls_of_modules(real: dict[str, Any]) -> None:
         "head",
         modules.OUTSIDE,
     ]
-    assert [found["layers.0-2"][name] for name in ("depth", "parent", "times", "ranks")] == [
+    assert [rows["layers.0-2"][name] for name in ("depth", "parent", "times", "ranks")] == [
         1,
         0,
         3,
         4,
     ]
-    assert found["layers.0-2.up"]["parent"] == 1
+    assert rows["layers.0-2.up"]["parent"] == 1
     calls = {
         name: {pass_: cell["calls"] for pass_, cell in row["cells"].items()}
-        for name, row in found.items()
+        for name, row in rows.items()
     }
-    each = 3 * STEPS * 4
-    assert calls["layers.0-2"] == calls["layers.0-2.up"] == {"forward": each, "recompute": each}
+    expected = 3 * STEPS * 4
+    assert (
+        calls["layers.0-2"]
+        == calls["layers.0-2.up"]
+        == {"forward": expected, "recompute": expected}
+    )
     assert calls["head"] == {"forward": STEPS * 4}
     assert (real["modules"]["has_time"], real["modules"]["note"]) == (
         True,
@@ -129,11 +130,11 @@ def test_calls_of_modules(real: dict[str, Any]) -> None:
 
 
 def test_time_of_modules_adds_up(real: dict[str, Any]) -> None:
-    """A module's own time and that of the modules inside it are its time, in each pass."""
-    found = rows_by_name(real)
+    """In each pass, the time of a module is its own time plus the times of the modules inside it."""
+    rows = rows_by_name(real)
     for pass_ in ("forward", "recompute"):
         layer, up, down = (
-            found[f"layers.0-2{leaf}"]["cells"][pass_] for leaf in ("", ".up", ".down")
+            rows[f"layers.0-2{leaf}"]["cells"][pass_] for leaf in ("", ".up", ".down")
         )
         assert layer["ms"] > up["ms"] > 0
         assert layer["self_ms"] + up["ms"] + down["ms"] == pytest.approx(layer["ms"], abs=0.01)
@@ -141,9 +142,9 @@ def test_time_of_modules_adds_up(real: dict[str, Any]) -> None:
 
 
 def test_collectives_of_groups(real: dict[str, Any]) -> None:
-    """For each group every call with its bytes, step, line and arrivals, and the bytes of one rank
-    in a step."""
-    groups = {(each["group"], tuple(each["members"])): each for each in real["collectives"]}
+    """Each group has every call with its bytes, step, line and arrivals, and the bytes of one rank
+    in each step."""
+    groups = {(group["group"], tuple(group["members"])): group for group in real["collectives"]}
     assert {key for key in groups if key[0] != "default"} == {
         *(("dp", pair) for pair in ((0, 2), (1, 3))),
         *(("tp", pair) for pair in ((0, 1), (2, 3))),
@@ -162,8 +163,8 @@ def test_collectives_of_groups(real: dict[str, Any]) -> None:
     assert tp["window"] == f"numbers 0 to {2 * STEPS - 1}; arrival by the wall clock of the host"
 
 
-def test_skew_is_what_the_matrix_says(real: dict[str, Any]) -> None:
-    """The skew of a number is the lateness of the last rank, the first one's is nothing."""
+def test_skew_matches_the_matrix(real: dict[str, Any]) -> None:
+    """The skew of a call is the lateness of its last rank; the lateness of its first rank is 0."""
     for group in real["collectives"]:
         late = dict(zip(group["matrix"]["ranks"], group["matrix"]["ms"], strict=True))
         for column, row in enumerate(group["rows"]):
@@ -171,12 +172,13 @@ def test_skew_is_what_the_matrix_says(real: dict[str, Any]) -> None:
             assert (
                 late[row["last_rank"]][column]
                 == row["skew_ms"]
-                == max(each[column] for each in late.values())
+                == max(lateness[column] for lateness in late.values())
             )
 
 
 def test_steps_and_phases(real: dict[str, Any]) -> None:
-    """All whole steps of all ranks; phases by path with counts over ranks, the heat by rank."""
+    """The report has all complete steps of all ranks, phases with counts over ranks, and the times of
+    each phase by rank."""
     assert real["steps"]["steps"] == list(range(STEPS))
     assert [(row["ranks"], row["rank"], row["count"]) for row in real["steps"]["rows"]] == [
         (str(r), r, 1) for r in range(4)
@@ -197,29 +199,29 @@ def test_steps_and_phases(real: dict[str, Any]) -> None:
 
 
 def test_ranks(real: dict[str, Any]) -> None:
-    """Every rank with its state, step, last collective and the group it is in along each
+    """Every rank has its state, its step, its last collective and its group in each mesh
     dimension."""
-    found = real["ranks"]
-    assert (found["rank"], real["world_size"]) == ([0, 1, 2, 3], 4)
-    assert [found["states"][state] for state in found["state"]] == ["finished"] * 4
-    assert (found["step"], found["behind"], found["behind_calls"]) == (
+    columns = real["ranks"]
+    assert (columns["rank"], real["world_size"]) == ([0, 1, 2, 3], 4)
+    assert [columns["states"][state] for state in columns["state"]] == ["finished"] * 4
+    assert (columns["step"], columns["behind"], columns["behind_calls"]) == (
         [STEPS] * 4,
         [0] * 4,
         [0] * 4,
     )
-    assert [found["lasts"][last] for last in found["last"]] == ["all_reduce on tp (256 B)"] * 4
-    assert found["last_number"] == [2 * STEPS - 1] * 4
-    assert {mesh["name"]: mesh["of"] for mesh in found["meshes"]} == {
+    assert [columns["lasts"][last] for last in columns["last"]] == ["all_reduce on tp (256 B)"] * 4
+    assert columns["last_number"] == [2 * STEPS - 1] * 4
+    assert {mesh["name"]: mesh["of"] for mesh in columns["meshes"]} == {
         "dp": [0, 1, 0, 1],
         "tp": [0, 0, 1, 1],
     }
-    assert min(found["age_ms"]) == 0
-    assert len(set(found["pid"])) == 4
+    assert min(columns["age_ms"]) == 0
+    assert len(set(columns["pid"])) == 4
 
 
 def test_log_side_by_side(real: dict[str, Any]) -> None:
-    """Equal notes of ranks share a row; a note that only one rank has, and one with another value,
-    are marked."""
+    """Equal notes of ranks share a row; a note of only one rank and a note with another value are
+    marked."""
     rows, first = real["log"]["rows"], real["log"]["first_difference"]
     assert real["log"]["ranks"] == [0, 1, 2, 3]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 3, 4, 5, STEPS]
@@ -235,7 +237,8 @@ def test_log_side_by_side(real: dict[str, Any]) -> None:
 
 
 def test_details_settings_and_layout(real: dict[str, Any]) -> None:
-    """Last events with times before now, the layout as text, and with what the run was made."""
+    """The report has the last events of a rank, with times before now, the layout as text, and the
+    settings of the run."""
     detail = real["details"]["2"]
     assert len(detail["events"]) == 30
     times = [event[0] for event in detail["events"]]
@@ -258,7 +261,7 @@ def test_details_settings_and_layout(real: dict[str, Any]) -> None:
 
 
 def shape(value: Any) -> Any:
-    """The form of a JSON value: fields and types, of lists what is in them."""
+    """Return the fields and types of a JSON value; of a list, the different shapes of its items."""
     if isinstance(value, dict):
         is_by_rank = value and all(key.isdigit() for key in value)
         return (
@@ -267,8 +270,8 @@ def shape(value: Any) -> Any:
             else {key: shape(value[key]) for key in value}
         )
     if isinstance(value, list):
-        shapes = [shape(one) for one in value]
-        return [one for at, one in enumerate(shapes) if one not in shapes[:at]]
+        shapes = [shape(item) for item in value]
+        return [item for at, item in enumerate(shapes) if item not in shapes[:at]]
     return (
         "number"
         if isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -277,17 +280,17 @@ def shape(value: Any) -> Any:
 
 
 def test_shape_of_the_json(real: dict[str, Any]) -> None:
-    """The fields that the page is built on: a change of them is seen here."""
+    """The JSON has the fields and types that the page uses."""
     cells = {pass_: cell for row in real["modules"]["rows"] for pass_, cell in row["cells"].items()}
-    found = real | {"verdict": sorted(real["verdict"]), "settings": sorted(real["settings"])}
-    found["modules"] = real["modules"] | {"rows": [real["modules"]["rows"][0] | {"cells": cells}]}
-    found["details"] = {
+    report = real | {"verdict": sorted(real["verdict"]), "settings": sorted(real["settings"])}
+    report["modules"] = real["modules"] | {"rows": [real["modules"]["rows"][0] | {"cells": cells}]}
+    report["details"] = {
         "0": real["details"]["0"] | {"report": sorted(real["details"]["0"]["report"])}
     }
     text = json.dumps(
         {
             key: value if key in ("verdict", "settings") else shape(value)
-            for key, value in found.items()
+            for key, value in report.items()
         },
         indent=1,
         sort_keys=True,
@@ -319,7 +322,7 @@ def write(
     ms: int = 1,
     records: int = 4096,
 ) -> Path:
-    """A box of module records, a millisecond apart."""
+    """Write a box of module records, `ms` milliseconds apart."""
     meta = {"rank": rank, "world_size": world, "started_ns": 1, "host": "node"}
     box = BoxWriter(folder / box_name(rank), meta=meta, records=records)
     for number, span in enumerate(spans):
@@ -331,16 +334,16 @@ def write(
 
 
 def times_in(path: Path) -> dict[tuple[str | None, str], tuple[int, ...]]:
-    """Of each module and pass: calls, and total and own milliseconds."""
+    """Return the calls, and total and own milliseconds, of each module and pass."""
     box = read_box(path / box_name(0))
-    found = module_times(box.records, None)
-    assert found is not None
+    times = module_times(box.records, None)
+    assert times is not None
     keys = zip(
-        map(box.name, found.modules), map(PASS_LABELS.__getitem__, found.passes), strict=True
+        map(box.name, times.modules), map(PASS_LABELS.__getitem__, times.passes), strict=True
     )
     return {
         key: (row[0], row[1] // MS, row[2] // MS)
-        for key, row in zip(keys, found.numbers.T.tolist(), strict=True)
+        for key, row in zip(keys, times.numbers.T.tolist(), strict=True)
     }
 
 
@@ -353,7 +356,7 @@ def called(name: str, *inner: list[Span], **options: Any) -> list[Span]:
 
 
 def test_time_of_nested_calls(tmp_path: Path) -> None:
-    """A call's own time is without the calls inside it; passes are apart."""
+    """The own time of a call excludes the calls inside it; passes are counted separately."""
     again = called("a", called("a.b", pass_=Pass.RECOMPUTE), pass_=Pass.RECOMPUTE)
     write(tmp_path, [*called("", called("a", called("a.b"), called("a.b"))), *again])
     assert times_in(tmp_path) == {
@@ -367,28 +370,28 @@ def test_time_of_nested_calls(tmp_path: Path) -> None:
 
 def test_time_of_calls_on_threads(tmp_path: Path) -> None:
     """Calls of different threads are paired separately, in any order of their records."""
-    one, other = called("a", called("a.b")), called("a", called("a.b"), thread=1)
-    other = [span._replace(thread=1) for span in other]
-    write(tmp_path, [span for pair in zip(one, other, strict=True) for span in pair])
+    first, second = called("a", called("a.b")), called("a", called("a.b"), thread=1)
+    second = [span._replace(thread=1) for span in second]
+    write(tmp_path, [span for pair in zip(first, second, strict=True) for span in pair])
     assert times_in(tmp_path) == {("a", "forward"): (2, 12, 8), ("a.b", "forward"): (2, 4, 4)}
 
 
 def test_time_of_a_module_inside_itself(tmp_path: Path) -> None:
-    """A module that is called inside itself, directly or not, is not counted twice; its own time is
-    whole."""
+    """The time of a module that is called inside itself, directly or not, is not counted twice; its
+    own time is complete."""
     write(tmp_path, called("a", called("b", called("a")), called("a")))
     assert times_in(tmp_path) == {("a", "forward"): (3, 7, 5), ("b", "forward"): (1, 3, 2)}
 
 
-def test_calls_that_only_find_out_shapes_do_not_count(tmp_path: Path) -> None:
-    """A rehearsal is neither a call nor time."""
+def test_shape_inference_does_not_count(tmp_path: Path) -> None:
+    """A call that only infers shapes counts neither as a call nor as time."""
     write(tmp_path, [*called("a", pass_=Pass.SHAPE_INFERENCE), *called("a")])
     assert times_in(tmp_path) == {("a", "forward"): (1, 1, 1)}
 
 
-def test_time_of_calls_that_are_cut(tmp_path: Path) -> None:
+def test_time_of_incomplete_calls(tmp_path: Path) -> None:
     """A call that has not ended, or whose begin the ring has lost, has no time; the calls inside it
-    have."""
+    have times."""
     spans = [*called("", called("a"), called("b")), Span(1, ""), *called("a"), Span(1, "b")]
     write(tmp_path, spans, records=len(spans) - 3)
     assert times_in(tmp_path) == {
@@ -399,12 +402,12 @@ def test_time_of_calls_that_are_cut(tmp_path: Path) -> None:
 
 
 def naive(spans: list[Span]) -> dict[tuple[str | None, str], tuple[int, ...]]:
-    """The same with a stack for each thread, one record at a time."""
-    found: dict[tuple[str | None, str], list[int]] = {}
+    """Compute the times with a stack for each thread, one record at a time."""
+    sums_by_key: dict[tuple[str | None, str], list[int]] = {}
     stacks: dict[int, list[list[Any]]] = {}
     for now, span in enumerate(spans):
         stack, key = stacks.setdefault(span.thread, []), (span.module, PASS_LABELS[span.pass_])
-        sums = found.setdefault(key, [0, 0, 0])
+        sums = sums_by_key.setdefault(key, [0, 0, 0])
         if span.sign > 0:
             sums[0] += 1
             stack.append([key, now, 0])
@@ -414,24 +417,21 @@ def naive(spans: list[Span]) -> dict[tuple[str | None, str], tuple[int, ...]]:
         sums[2] += now - begun - inside
         if stack:
             stack[-1][2] += now - begun
-    return {key: tuple(sums) for key, sums in found.items()}
+    return {key: tuple(sums) for key, sums in sums_by_key.items()}
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_time_of_any_calls(seed: int, tmp_path: Path) -> None:
-    """Whatever calls nest how on how many threads: the same as a stack for each thread would
-    give."""
-    chance = random.Random(seed)
+    """For random calls on several threads, the times equal those of a stack for each thread."""
+    dice = random.Random(seed)
     spans: list[Span] = []
     stacks: dict[int, list[Span]] = {0: [], 1: [], 2: []}
     for _ in range(600):
-        thread = chance.choice(list(stacks))
-        if stacks[thread] and chance.random() < 0.5:
+        thread = dice.choice(list(stacks))
+        if stacks[thread] and dice.random() < 0.5:
             spans.append(stacks[thread].pop()._replace(sign=-1))
         else:
-            span = Span(
-                1, chance.choice("abcd"), chance.choice([Pass.FORWARD, Pass.RECOMPUTE]), thread
-            )
+            span = Span(1, dice.choice("abcd"), dice.choice([Pass.FORWARD, Pass.RECOMPUTE]), thread)
             stacks[thread].append(span)
             spans.append(span)
     spans += [span._replace(sign=-1) for stack in stacks.values() for span in reversed(stack)]
@@ -440,34 +440,32 @@ def test_time_of_any_calls(seed: int, tmp_path: Path) -> None:
 
 
 def test_one_rank_without_steps_and_groups(tmp_path: Path) -> None:
-    """A run of one process that counts no step and has no group: what there is, and nothing that
-    there is not."""
+    """The report on one process without steps and groups has its module calls, and nothing else."""
     model = Model()
     with torchwhere.watch(model, out=tmp_path, module_events=True):
         model(batch())
-    found = report_json(report_on(tmp_path))
-    assert (found["world_size"], found["ranks"]["state"], found["collectives"]) == (1, [0], [])
-    assert (found["steps"]["steps"], found["steps"]["rows"], found["phases"]["rows"]) == (
+    report = report_json(report_on(tmp_path))
+    assert (report["world_size"], report["ranks"]["state"], report["collectives"]) == (1, [0], [])
+    assert (report["steps"]["steps"], report["steps"]["rows"], report["phases"]["rows"]) == (
         [],
         [],
         [],
     )
-    assert found["modules"]["rows"][0]["cells"]["forward"]["calls"] == 1
-    assert found["ranks"]["last"] == found["ranks"]["last_number"] == [None]
+    assert report["modules"]["rows"][0]["cells"]["forward"]["calls"] == 1
+    assert report["ranks"]["last"] == report["ranks"]["last_number"] == [None]
 
 
 def test_without_module_events(tmp_path: Path) -> None:
-    """Where modules were not recorded the report says how to have their times."""
+    """If module times were not recorded, the report says how to record them."""
     make(Job(8, steps=2, records=256), tmp_path)
-    found = report_json(report_on(tmp_path))["modules"]
-    assert (found["has_time"], found["note"]) == (False, report_text.NO_TIMES)
+    section = report_json(report_on(tmp_path))["modules"]
+    assert (section["has_time"], section["note"]) == (False, report_text.NO_TIMES)
     assert "--module-events" in report_text.NO_TIMES
-    assert {cell["ms"] for row in found["rows"] for cell in row["cells"].values()} == {None}
+    assert {cell["ms"] for row in section["rows"] for cell in row["cells"].values()} == {None}
 
 
 def test_a_step_that_was_run_twice(tmp_path: Path) -> None:
-    """Of a step number that came twice the last time counts; a step that has not ended has no
-    time."""
+    """If a step number occurs twice, the last one counts; a step that has not ended has no time."""
     box = BoxWriter(tmp_path / box_name(0), meta={"rank": 0, "world_size": 1}, records=64)
     for at, (kind, step) in enumerate(
         [("B", 7), ("E", 7), ("B", 8), ("E", 8), ("B", 7), ("E", 7), ("B", 9)]
@@ -493,7 +491,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def test_hostile_names(tmp_path: Path) -> None:
-    """Names are passed on unchanged, cut at 300 characters: the view makes them safe."""
+    """Names are not changed, only cut at 300 characters: the page escapes them."""
     names = [
         "<script>alert(1)</script>",
         "\x1b[31mred\x1b[0m",
@@ -516,18 +514,18 @@ def test_hostile_names(tmp_path: Path) -> None:
                 box.intern(EntryType.LINE, name),
                 extra=box.text(json.dumps({"text": name})),
             )
-    found = report_json(report_on(tmp_path))
-    shown = [row["name"] for row in found["modules"]["rows"]]
+    report = report_json(report_on(tmp_path))
+    shown = [row["name"] for row in report["modules"]["rows"]]
     assert set(names[:4]) <= set(shown)
     assert "a" * 300 + "…" in shown
-    assert [row["cells"][1] for row in found["log"]["rows"]] == [
+    assert [row["cells"][1] for row in report["log"]["rows"]] == [
         ["note", texts.cut(name)] for name in names
     ]
-    assert max(map(len, texts_in(found | {"verdict": None}))) <= texts.MOST_CHARACTERS + 1
+    assert max(map(len, texts_in(report | {"verdict": None}))) <= texts.MOST_CHARACTERS + 1
 
 
 class BoxWriterOf:
-    """A box of a world of two, closed at the end."""
+    """A box of one of two ranks, which is closed at the end of the block."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._box = BoxWriter(
@@ -551,18 +549,20 @@ def test_files_of_logs(tmp_path: Path) -> None:
         write(tmp_path, called("a"), rank=rank, world=3)
     (tmp_path / "log_rank_0.txt").write_text("begin\nloss 1.0\nend\n")
     (tmp_path / "log_rank_1.txt").write_text("begin\nloss 2.0\nskipped\nend\n")
-    found = report_json(report_on(tmp_path))["log"]
-    assert [(row["how"], [cell and cell[1] for cell in row["cells"]]) for row in found["rows"]] == [
+    section = report_json(report_on(tmp_path))["log"]
+    assert [
+        (row["how"], [cell and cell[1] for cell in row["cells"]]) for row in section["rows"]
+    ] == [
         (None, ["begin", "begin", None]),
         ("value", ["loss 1.0", "loss 2.0", None]),
         ("flow", [None, "skipped", None]),
         (None, ["end", "end", None]),
     ]
-    assert found["first_difference"] == 2
+    assert section["first_difference"] == 2
 
 
-def test_what_a_ring_has_lost_is_no_difference(tmp_path: Path) -> None:
-    """Notes of steps that one rank's ring has lost are shown and not called a difference."""
+def test_lost_notes_are_not_a_difference(tmp_path: Path) -> None:
+    """Notes of steps that the ring of one rank has lost are shown, but not as a difference."""
     for rank, records in ((0, 64), (1, 16)):
         box = BoxWriter(
             tmp_path / box_name(rank), meta={"rank": rank, "world_size": 2}, records=records
@@ -584,8 +584,8 @@ def test_what_a_ring_has_lost_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_graphs(tmp_path: Path) -> None:
-    """Compilations of all ranks, by graph: how often, how long, from which step on, and why
-    again."""
+    """Each compiled graph has its count over ranks, its time, its first step and the reasons of its
+    recompilations."""
     for rank in range(2):
         with BoxWriterOf(tmp_path, rank=rank) as box:
             for graph, step, because in (
@@ -593,19 +593,31 @@ def test_graphs(tmp_path: Path) -> None:
                 ("0/10", 5, "size mismatch\nUser stack"),
                 ("0/2", 4, None),
             ):
-                known = {"part": "forward"} | ({"because": because} if because else {})
-                what, more = (
+                fields = {"part": "forward"} | ({"because": because} if because else {})
+                graph_id, extra = (
                     box.intern(EntryType.GRAPH, graph),
-                    box.text(json.dumps({"x": 1})) and box.text(json.dumps(known)),
+                    box.text(json.dumps({"x": 1})) and box.text(json.dumps(fields)),
                 )
-                box.record(Kind.COMPILE_BEGIN, 10**9, 0, 0, 0, step, 0, 0, 0, 0, what, 0, 0, more)
+                box.record(
+                    Kind.COMPILE_BEGIN, 10**9, 0, 0, 0, step, 0, 0, 0, 0, graph_id, 0, 0, extra
+                )
                 if graph != "0/2":
                     box.record(
-                        Kind.COMPILE_END, 10**9 + (3 + rank) * MS, 0, 0, 0, step, 0, 0, 0, 0, what
+                        Kind.COMPILE_END,
+                        10**9 + (3 + rank) * MS,
+                        0,
+                        0,
+                        0,
+                        step,
+                        0,
+                        0,
+                        0,
+                        0,
+                        graph_id,
                     )
-    found = report_json(report_on(tmp_path))["graphs"]
+    graphs = report_json(report_on(tmp_path))["graphs"]
     same = {"part": "forward", "rank": 0, "ranks": 2, "count": 2}
-    assert found == [
+    assert graphs == [
         same | {"name": "0/0", "recompiles": 0, "reasons": [], "step": 0, "ms": 4.0},
         same | {"name": "0/2", "recompiles": 2, "reasons": [], "step": 4, "ms": None},
         same
@@ -618,7 +630,7 @@ def test_graphs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Boxes of a job, made once."""
+    """Returns the boxes of a job, which are written once."""
     return made_once(tmp_path_factory.mktemp, records=256)
 
 
@@ -628,10 +640,10 @@ def large(made: Made) -> dict[str, Any]:
 
 
 def test_ranks_of_a_large_job(large: dict[str, Any]) -> None:
-    """Every column has an item for each rank; the culprit is marked; groups along all three
-    dimensions."""
-    found = large["ranks"]
-    columns = (
+    """Every column has an item for each rank; the culprit is marked; each rank has a group in all
+    three dimensions."""
+    ranks_of_job = large["ranks"]
+    names = (
         "rank",
         "state",
         "step",
@@ -644,18 +656,21 @@ def test_ranks_of_a_large_job(large: dict[str, Any]) -> None:
         "pid",
         "age_ms",
     )
-    assert {len(found[name]) for name in columns} == {RANKS}
-    states = [found["states"][state] for state in found["state"]]
+    assert {len(ranks_of_job[name]) for name in names} == {RANKS}
+    states = [ranks_of_job["states"][state] for state in ranks_of_job["state"]]
     assert [rank for rank, state in enumerate(states) if state == "running"] == [VICTIM]
-    assert found["behind_calls"][VICTIM] >= 1
-    assert found["places"][found["place"][VICTIM]] == "backward of layers.12.mlp.up, train.py:50"
-    assert len(found["hosts"]) == RANKS // 8
-    groups = {mesh["name"]: len(mesh["groups"]) for mesh in found["meshes"]}
+    assert ranks_of_job["behind_calls"][VICTIM] >= 1
+    assert (
+        ranks_of_job["places"][ranks_of_job["place"][VICTIM]]
+        == "backward of layers.12.mlp.up, train.py:50"
+    )
+    assert len(ranks_of_job["hosts"]) == RANKS // 8
+    groups = {mesh["name"]: len(mesh["groups"]) for mesh in ranks_of_job["meshes"]}
     assert groups == {"tp": RANKS // TP, "dp": 8 * TP, "pp": RANKS // 8}
 
 
 def test_a_large_report_is_bounded(large: dict[str, Any]) -> None:
-    """What exists per rank is a number in a column; all else is a fixed number of rows."""
+    """The report has a number per rank in each column, and otherwise a fixed number of rows."""
     assert len(json.dumps(large, separators=(",", ":"), allow_nan=False)) < 1_500_000
     assert len(large["collectives"]) == collectives.MOST_GROUPS
     assert large["more_groups"] > 1000
@@ -670,8 +685,8 @@ def test_a_large_report_is_bounded(large: dict[str, Any]) -> None:
 
 
 def test_the_groups_of_a_large_job(large: dict[str, Any]) -> None:
-    """The verdict's group comes first, then the culprit's, and groups of every dimension are among
-    those shown."""
+    """The group of the verdict comes first, then a group of the culprit; the shown groups include
+    every dimension."""
     first = large["collectives"][0]
     assert str(VICTIM) in first["group"]
     assert (
@@ -688,8 +703,8 @@ def test_the_groups_of_a_large_job(large: dict[str, Any]) -> None:
 
 
 def test_layers_fold_over_stages_and_rings_that_wrapped(large: dict[str, Any]) -> None:
-    """Eight stages of four layers are one row, though every ring begins in the middle of a step and
-    the last is cut short."""
+    """Eight stages of four layers are one row, although every ring begins in the middle of a step and
+    the last step is incomplete."""
     assert (
         "the rings of 1,024 ranks have wrapped: only calls that all rings still hold were compared"
         in large["missing"]
@@ -704,10 +719,10 @@ def test_layers_fold_over_stages_and_rings_that_wrapped(large: dict[str, Any]) -
 
 
 def test_a_difference_is_marked(made: Made) -> None:
-    """A rank with another shape: number, ranks and calls are listed, the row is marked, the group
-    comes first."""
-    found = report_json(report_on(made("shape", ranks=64)))
-    victim, first = VICTIM % 64, found["collectives"][0]
+    """For a rank with another shape, the report lists the number, the ranks and the calls, marks the
+    row, and puts the group first."""
+    report = report_json(report_on(made("shape", ranks=64)))
+    victim, first = VICTIM % 64, report["collectives"][0]
     assert (first["group"], victim in first["members"]) == ("tp", True)
     difference = first["first_difference"]
     assert (difference["in"], [cohort["count"] for cohort in difference["cohorts"]]) == (
@@ -717,17 +732,17 @@ def test_a_difference_is_marked(made: Made) -> None:
     assert difference["cohorts"][1]["ranks"] == [victim]
     assert "[4096, 8191]" in difference["cohorts"][1]["what"]
     assert [row["number"] for row in first["rows"] if row["differs"]] == [difference["number"]]
-    assert {group["first_difference"] for group in found["collectives"][1:]} == {None}
+    assert {group["first_difference"] for group in report["collectives"][1:]} == {None}
 
 
 def test_a_straggler_is_marked(made: Made) -> None:
     """A rank that is late in every step is named, and late in the matrix of its group."""
-    found = report_json(report_on(made("straggler", ranks=64, steps=14, records=1024)))
+    report = report_json(report_on(made("straggler", ranks=64, steps=14, records=1024)))
     victim = VICTIM % 64
-    assert found["steps"]["stragglers"] == [victim]
+    assert report["steps"]["stragglers"] == [victim]
     group = next(
         group
-        for group in found["collectives"]
+        for group in report["collectives"]
         if group["group"] == "tp" and victim in group["members"]
     )
     late = group["matrix"]["ms"][group["matrix"]["ranks"].index(victim)]
@@ -746,13 +761,14 @@ def test_slow_ranks_without_waits(tmp_path: Path) -> None:
             now += (50 if rank == 2 or (rank == 1 and step == 6) else 10) * MS
             box.record(Kind.STEP_END, now, 0, 0, 0, step)
         box.close()
-    found = report_json(report_on(tmp_path))["steps"]
-    assert (found["stragglers"], found["median_ms"]) == ([2], [10.0] * 6 + [30.0] + [10.0] * 5)
-    assert [row["ms"][6] for row in found["rows"]] == [10.0, 50.0, 50.0, 10.0]
+    section = report_json(report_on(tmp_path))["steps"]
+    assert (section["stragglers"], section["median_ms"]) == ([2], [10.0] * 6 + [30.0] + [10.0] * 5)
+    assert [row["ms"][6] for row in section["rows"]] == [10.0, 50.0, 50.0, 10.0]
 
 
 def test_clocks_of_hosts_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host whose clock is five seconds ahead: neither the skew nor the age of its ranks is."""
+    """A clock that is five seconds ahead changes neither the skew nor the age of the ranks of its
+    host."""
     of_rank = synthetic_boxes._meta
 
     def ahead(job: Job, rank: int) -> dict[str, Any]:
@@ -761,12 +777,12 @@ def test_clocks_of_hosts_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(synthetic_boxes, "_meta", ahead)
     make(Job(64, steps=20, records=1024), tmp_path)
-    found = report_json(report_on(tmp_path))
-    world = next(group for group in found["collectives"] if group["group"] == "default")
+    report = report_json(report_on(tmp_path))
+    world = next(group for group in report["collectives"] if group["group"] == "default")
     assert world["window"].endswith("arrival by the aligned clocks of 8 hosts")
     assert max(row["skew_ms"] for row in world["rows"]) < 1
-    assert max(found["ranks"]["age_ms"]) < 100
-    assert all(-1000 < event[0] <= 0.01 for event in found["details"]["27"]["events"])
+    assert max(report["ranks"]["age_ms"]) < 100
+    assert all(-1000 < event[0] <= 0.01 for event in report["details"]["27"]["events"])
 
 
 def test_too_many_hosts_to_align(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -789,10 +805,10 @@ def test_workers_give_the_same_report(made: Made) -> None:
         run, job_calls, digests = load_calls_with(Digest, folder, processes=processes)
         verdict = diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
         made_at = datetime(2026, 1, 1, tzinfo=UTC)
-        found = make_report(
+        made_report = make_report(
             run, job_calls=job_calls, verdict=verdict, digests=digests, made_at=made_at
         )
-        return json.dumps(found.to_dict())
+        return json.dumps(made_report.to_dict())
 
     assert report(2) == report(0)
 
@@ -800,18 +816,18 @@ def test_workers_give_the_same_report(made: Made) -> None:
 def test_a_report_without_digests(made: Made) -> None:
     """Without digests the report has the data of the calls, and no steps."""
     run, job_calls = load_calls(made("missing", ranks=64))
-    found = make_report(
+    report = make_report(
         run, job_calls=job_calls, verdict=diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
     )
-    assert isinstance(found, Report)
-    assert (found.steps.rows, found.phases.ms, found.modules.has_time) == ((), (), False)
-    assert len(found.ranks.rank) == 64
-    assert found.modules.rows
-    assert repr(found) == f"<Report on 64 ranks: {found.headline}>"
+    assert isinstance(report, Report)
+    assert (report.steps.rows, report.phases.ms, report.modules.has_time) == ((), (), False)
+    assert len(report.ranks.rank) == 64
+    assert report.modules.rows
+    assert repr(report) == f"<Report on 64 ranks: {report.headline}>"
 
 
-def test_work_grows_as_the_ranks_do(made: Made) -> None:
-    """Four times the ranks take four times the function calls, or little more."""
+def test_work_is_linear_in_ranks(made: Made) -> None:
+    """Four times as many ranks take at most 4.4 times as many function calls."""
     work = {}
     for count in (256, RANKS):
         profile = cProfile.Profile()
@@ -825,18 +841,18 @@ def test_work_grows_as_the_ranks_do(made: Made) -> None:
 
 def test_progress_is_reported(made: Made) -> None:
     """`on_progress` gets the number of boxes read so far, and of all."""
-    told: list[tuple[int, int]] = []
-    report_on(made("missing"), on_progress=lambda done, of: told.append((done, of)))
-    assert told[-1] == (RANKS, RANKS)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    calls: list[tuple[int, int]] = []
+    report_on(made("missing"), on_progress=lambda done, of: calls.append((done, of)))
+    assert calls[-1] == (RANKS, RANKS)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
 # -- what is missing or damaged --------------------------------------------------------------------
 
 
 def test_damaged_boxes(made: Made, tmp_path: Path) -> None:
-    """A missing box, one cut in its counters, one before its names, one of noise, and foreign
-    files: all are reported."""
+    """The report lists a missing box, a box cut in its counters, one cut before its names, one of
+    random bytes, and ignores other files."""
     shutil.copytree(made("missing", ranks=16), tmp_path / "run")
     boxes = tmp_path / "run"
     (boxes / "rank3.box").unlink()
@@ -845,40 +861,41 @@ def test_damaged_boxes(made: Made, tmp_path: Path) -> None:
     (boxes / "rank7.box").write_bytes(random.Random(0).randbytes(5000))
     (boxes / "verdict.json").write_text("{")
     (boxes / "log_rank_x.txt").write_text("whose?")
-    found = report_json(report_on(boxes))
-    states = [found["ranks"]["states"][state] for state in found["ranks"]["state"]]
+    report = report_json(report_on(boxes))
+    states = [report["ranks"]["states"][state] for state in report["ranks"]["state"]]
     assert [rank for rank, state in enumerate(states) if state == ranks.UNKNOWN] == [3, 5, 6, 7]
-    assert found["ranks"]["places"][found["ranks"]["place"][3]] == ranks.UNKNOWN
+    assert report["ranks"]["places"][report["ranks"]["place"][3]] == ranks.UNKNOWN
     assert any(
-        sentence.startswith("14 of 16 ranks: no box of ranks 3, 7") for sentence in found["missing"]
+        sentence.startswith("14 of 16 ranks: no box of ranks 3, 7")
+        for sentence in report["missing"]
     )
-    assert any("rank 5: cut short" in sentence for sentence in found["missing"])
-    assert (found["ranks"]["host"][3], found["ranks"]["pid"][3]) != (
-        found["ranks"]["host"][2],
-        found["ranks"]["pid"][2],
+    assert any("rank 5: cut short" in sentence for sentence in report["missing"])
+    assert (report["ranks"]["host"][3], report["ranks"]["pid"][3]) != (
+        report["ranks"]["host"][2],
+        report["ranks"]["pid"][2],
     )
-    json.dumps(found, allow_nan=False)
+    json.dumps(report, allow_nan=False)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_damage(seed: int, folder: Path, tmp_path: Path) -> None:
-    """Bytes of real boxes changed or cut anywhere: a report, or a clear message."""
-    chance = random.Random(seed)
+    """Real boxes with random damage give a report or a clear message."""
+    dice = random.Random(seed)
     shutil.copytree(folder, tmp_path / "run")
     for path in (tmp_path / "run").glob("*.box"):
         data = bytearray(path.read_bytes())
-        used = len(data) if chance.random() < 0.3 else 200_000
-        for _ in range(chance.choice([1, 30, 3000])):
-            data[chance.randrange(min(used, len(data)))] = chance.randrange(256)
-        path.write_bytes(data[: chance.randrange(len(data))] if chance.random() < 0.3 else data)
+        used = len(data) if dice.random() < 0.3 else 200_000
+        for _ in range(dice.choice([1, 30, 3000])):
+            data[dice.randrange(min(used, len(data)))] = dice.randrange(256)
+        path.write_bytes(data[: dice.randrange(len(data))] if dice.random() < 0.3 else data)
     try:
-        found = report_json(report_on(tmp_path / "run"))
+        report = report_json(report_on(tmp_path / "run"))
     except TorchwhereError as error:
         if not str(error).startswith("none of the 4 boxes in "):
             raise
         return
-    json.dumps(found, allow_nan=False)
-    assert {int(rank) for rank in found["details"]} <= set(found["ranks"]["rank"])
+    json.dumps(report, allow_nan=False)
+    assert {int(rank) for rank in report["details"]} <= set(report["ranks"]["rank"])
 
 
 def test_boxes_of_an_earlier_run(made: Made, tmp_path: Path) -> None:
@@ -886,9 +903,9 @@ def test_boxes_of_an_earlier_run(made: Made, tmp_path: Path) -> None:
     shutil.copytree(made("missing", ranks=16), tmp_path / "run")
     meta = {"rank": 40, "world_size": 64, "run_id": "before", "started_ns": 5, "host": "old"}
     BoxWriter(tmp_path / "run" / box_name(40), meta=meta, records=64).close()
-    found = report_json(report_on(tmp_path / "run"))
-    assert found["missing"][-1] == "1 box of earlier runs or restarts in the same folder: left out"
-    assert (found["world_size"], "old" in found["ranks"]["hosts"]) == (16, False)
+    report = report_json(report_on(tmp_path / "run"))
+    assert report["missing"][-1] == "1 box of earlier runs or restarts in the same folder: left out"
+    assert (report["world_size"], "old" in report["ranks"]["hosts"]) == (16, False)
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
@@ -898,8 +915,8 @@ def test_nothing_to_read(tmp_path: Path) -> None:
 
 
 def test_calls_of_whole_boxes(folder: Path) -> None:
-    """Counts of calls are equal for batches of workers and for boxes in memory."""
+    """Boxes in memory give the calls of all steps, and those within a range of steps."""
     run = torchwhere.read_run(folder)
     counted = list(calls_of_run(run).count_calls(dict.fromkeys(run.boxes, (1, 2))))
-    assert sum(int(each.counts.sum()) for each in counted) == 4 * 3 * STEPS
-    assert sum(int(each.within.sum()) for each in counted) == 4 * 3 * 2
+    assert sum(int(rank_counts.counts.sum()) for rank_counts in counted) == 4 * 3 * STEPS
+    assert sum(int(rank_counts.within.sum()) for rank_counts in counted) == 4 * 3 * 2

@@ -16,8 +16,7 @@ from synthetic_job import Job
 from torchwhere.blackbox.file_format import pack_header
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.calls.job_calls import calls_of_run
-from torchwhere.diagnose.calls.load import load_calls
+from torchwhere.diagnose.calls.job_calls import calls_of_run, load_calls
 from torchwhere.monitor.monitor import Monitor
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.render.verdict_text.observers import snapshots_text

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -30,11 +29,12 @@ from torchwhere.blackbox.stored_layouts import layouts_in
 from torchwhere.hooks.backward import BackwardHook
 from torchwhere.hooks.collectives import CollectiveHook
 from torchwhere.hooks.exceptions import ExceptionHook
-from torchwhere.hooks.fault_stack import Faults
 from torchwhere.hooks.group_creation import GroupCreationHook
 from torchwhere.hooks.late_imports import LateImports
 from torchwhere.hooks.modules import ModuleHook
 from torchwhere.hooks.optimizers import OptimizerHook
+from torchwhere.hooks.stack_files import Faults
+from warm_python import Program, WarmPython
 
 
 def train(model: nn.Module, steps: int = 2) -> list[float]:
@@ -550,16 +550,6 @@ def test_watches_begin_and_end_while_threads_reduce(one_rank: None) -> None:
     assert leaks.snapshot()["kernels"] == none
 
 
-def run_python(code: str, *args: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | environment,
-    )
-
-
 JOB = """
     import sys, torch, torchwhere
     from torch import nn
@@ -584,7 +574,7 @@ TROUBLES = {
     "deleted": "import shutil; shutil.rmtree(sys.argv[1])",
     "not a folder": "pass",
 }
-Ended = tuple[Path, subprocess.Popen[str]]
+Ended = tuple[Path, Program]
 
 
 def _ending(how: str) -> str:
@@ -600,9 +590,8 @@ def _troubled(during: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
-    """One process for each ending and each problem, with its folder. All start at once: most of
-    their time is the import of torch."""
+def ended(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
+    """One process for each ending and each problem, with its folder. All start at once."""
     programs = {how: _ending(how) for how in ENDINGS} | {
         errors: _troubled(during) for errors, during in TROUBLES.items()
     }
@@ -615,15 +604,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]
         )
         if name == "not a folder":
             folder.write_text("a file")
-        line = [sys.executable, "-c", program, str(folder)]
-        started[name] = (
-            folder,
-            subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
-        )
+        started[name] = folder, warm.start("-c", program, folder)
     yield started
     for _, job in started.values():
-        with job:
-            job.kill()
+        job.kill()
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -631,8 +615,8 @@ def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
     """A watch without `stop` ends with the interpreter: the exit code is that of the job, and the
     box has the reason."""
     (folder, job), (code, reason) = ended[ending], ENDINGS[ending]
-    _, err = job.communicate(timeout=400)
-    assert job.returncode == code, err
+    returncode, _, err = job.end()
+    assert returncode == code, err
     *_, end = torchwhere.read_run(folder).events()
     assert (end.kind, end.fields["reason"]) == ("end", reason)
 
@@ -641,8 +625,8 @@ def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
 def test_trouble_with_the_folder(ended: dict[str, Ended], errors: str) -> None:
     """If the folder is deleted, truncated or read-only, the job goes on with one warning."""
     _, job = ended[errors]
-    out, err = job.communicate(timeout=400)
-    assert job.returncode == 0, err
+    code, out, err = job.end()
+    assert code == 0, err
     assert out == "done\n"
     assert err.count("torchwhere:") == 1, err
 
@@ -684,18 +668,17 @@ def test_an_exception_outside_any_module_has_a_note_too(tmp_path: Path) -> None:
     assert len(list(torchwhere.read_run(tmp_path).events(kinds={"exception"}))) == 1
 
 
-def test_watching_does_not_import_dynamo() -> None:
+def test_watching_does_not_import_dynamo(warm: WarmPython) -> None:
     """A watch waits for the import of dynamo and does not import it itself, which takes a
     second."""
-    done = run_python(
-        """
-        import sys, torch, torchwhere
-        with torchwhere.watch(torch.nn.Linear(2, 2)) as watch:
-            torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
-            torchwhere.note("here")
-        print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
-        """
-    )
+    code = """
+import sys, torch, torchwhere
+with torchwhere.watch(torch.nn.Linear(2, 2)) as watch:
+    torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+    torchwhere.note("here")
+print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
+"""
+    done = warm.run("-c", code)
     assert done.stdout == "False False\n", done.stderr
 
 
@@ -709,7 +692,7 @@ def test_steps_counted_by_the_user_begin_at_zero() -> None:
     assert steps == [0, 1, 2]
 
 
-def test_the_folder_it_works_in_is_gone(tmp_path: Path) -> None:
+def test_the_folder_it_works_in_is_gone(warm: WarmPython, tmp_path: Path) -> None:
     """A process whose working folder was deleted is watched like any other; its lines are absolute
     paths."""
     code = """
@@ -732,14 +715,7 @@ print(seen[0].module == "", os.path.isabs(seen[0].line.partition(":")[0]))
 """
     script = tmp_path / "script.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "run")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = warm.run(script, tmp_path / "run", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
     assert [
         event.fields["text"]

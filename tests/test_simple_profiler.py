@@ -1,5 +1,4 @@
-"""`SimpleProfiler`, the original and the drop-in: programs see the same, except where the drop-in
-is better."""
+"""`SimpleProfiler`: the drop-in behaves like the original, except where it is better."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def test_seconds_are_added_up(module: ModuleType, seconds: list[float]) -> None:
 
 
 @both
-def test_the_same_phase_twice_at_once(module: ModuleType) -> None:
+def test_a_type_inside_itself(module: ModuleType) -> None:
     """The same type inside itself is an AssertionError with the text of the original, and the outer
     block goes on."""
     profiler = module.SimpleProfiler
@@ -130,11 +129,11 @@ def test_dump(module: ModuleType, caplog: pytest.LogCaptureFixture, one_rank: No
     """A dump is logged with the original's logger, only at the debug level INFO, and always
     resets."""
     line = f"INFO {LOGGER} state_dict took defaultdict(<class 'float'>, {{<Type.ALL: 'all'>: 1.5}})"
-    said = dumped(module, dist.DebugLevel.INFO, caplog)
-    if module is original:  # its text is made from results that may have been reset by then
+    logged = dumped(module, dist.DebugLevel.INFO, caplog)
+    if module is original:  # it formats the text later, when its results may be reset
         assert caplog.text.rstrip().endswith(line.partition(LOGGER)[2].strip())
     else:
-        assert said == [line]
+        assert logged == [line]
     assert dumped(module, dist.DebugLevel.OFF, caplog) == []
     assert dumped(module, dist.DebugLevel.DETAIL, caplog) == []
 
@@ -188,9 +187,9 @@ def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> N
             thread.start()
         for thread in threads:
             thread.join()
-        found = torchwhere.phases()
+        phases = torchwhere.phases()
     assert errors == []
-    assert found["all_gather"].all.count == 1600
+    assert phases["all_gather"].all.count == 1600
     assert profiler.results == {"all_gather": 1600.0}
     assert profiler.profiling == set()
 
@@ -235,11 +234,11 @@ def _on_every_rank() -> tuple[list[str], dict[str, float]]:
     return records, dict(fsdp_debug.SimpleProfiler.results)
 
 
-def test_only_rank_0_says_it(two_ranks: Pool) -> None:
+def test_only_rank_0_logs_a_dump(two_ranks: Pool) -> None:
     """Only rank 0 logs a dump; all ranks reset."""
-    (said, left), (nothing, left_there) = two_ranks.run(_on_every_rank)
-    assert len(said) == 1
-    assert said[0].startswith(
+    (logged, left), (nothing, left_there) = two_ranks.run(_on_every_rank)
+    assert len(logged) == 1
+    assert logged[0].startswith(
         "gathered defaultdict(<class 'float'>, {<Type.ALLGATHER_OBJ: 'all_gather_object'>: "
     )
     assert (nothing, left, left_there) == ([], {}, {})

@@ -16,10 +16,10 @@ from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.stacks import holding, is_in_collective, user_line
 from torchwhere.hooks import modules
+from torchwhere.processes.look import without_own_frames
 from torchwhere.processes.py_spy import PythonFrame
-from torchwhere.processes.stacks import without_own_frames
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.render.verdict_text.rank_details import hold_text
+from torchwhere.render.verdict_text.phrases import hold_text
 
 LIB = "/venv/lib/python3.11/site-packages"
 C10D = f"{LIB}/torch/distributed/distributed_c10d.py"

@@ -390,7 +390,7 @@ def test_clocks_are_aligned(
     player.write(tmp_path / "run", [Skew(), Skew(-5_000 * MS, 100)], ["a", "b"])
     events = trace(tmp_path / "run")
     for true, event in zip(
-        (t for log in player.log for t, act, _ in log if act.what == "call"),
+        (t for log in player.log for t, act, _ in log if act.action == "call"),
         slices(events, "collective"),
         strict=True,
     ):

@@ -24,7 +24,7 @@ from torchwhere.core.place import Certainty
 from torchwhere.hooks import line_log, node_places, python_stack
 from torchwhere.hooks.compiled_graphs import code_of_node
 from torchwhere.hooks.decorate import Function, decorated
-from torchwhere.hooks.failing_node import node_that_raised
+from torchwhere.hooks.node_places import node_that_raised
 from torchwhere.model.backward_graph import BackwardGraph, Lines, NodeSources, Places, read
 from torchwhere.model.graph_walk import is_leaf, walk
 from torchwhere.model.module_names import NameTable

@@ -25,9 +25,9 @@ from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.atomic_file import destination, partial_path, write_errors
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text, known_kinds
-from torchwhere.core.progress import Progress
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import plural
+from torchwhere.core.worker_pool import Progress
 
 FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 _MOST_CAVEATS = 8  # shown in the text

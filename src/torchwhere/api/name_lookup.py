@@ -18,10 +18,9 @@ from torch import nn
 from torchwhere.model.fsdp import Slot, class_name
 from torchwhere.model.module_names import NameTable
 from torchwhere.model.module_walk import walk
-from torchwhere.model.outermost import topmost
 from torchwhere.model.parameters import FLAT_KEY, Part, fsdp_parts, is_flat
 from torchwhere.model.tensors import TensorNames
-from torchwhere.model.wrappers import WRAPPER_PARTS, innermost, wrapped
+from torchwhere.model.wrappers import WRAPPER_PARTS, innermost, topmost, wrapped
 
 Thing = nn.Module | torch.Tensor  # a module, parameter or buffer
 

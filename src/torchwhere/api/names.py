@@ -8,14 +8,13 @@ by object; this file adds the facts, and the names as text and as data.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchwhere.api.name_lookup import NameLookup, UnknownNameError, below
-from torchwhere.api.names_table import HEADINGS, row, table
 from torchwhere.core.place import shown
 from torchwhere.core.results import Tabular
 from torchwhere.model.fsdp import Slot, class_name
@@ -176,7 +175,7 @@ class Names(NameLookup, Tabular):
         return f"{self!r}\n{table(self._rows())}"
 
     def _repr_html_(self) -> str:
-        from torchwhere.render.names import names_html
+        from torchwhere.render.html import names_html
 
         return names_html(repr(self), HEADINGS, self._rows())
 
@@ -227,3 +226,66 @@ class Names(NameLookup, Tabular):
                 aliases = [other for other in self.known_names(module) if other != name]
                 modules.append({"name": name, "class": class_name(module), "aliases": aliases})
         return modules
+
+
+HEADINGS = (
+    "name",
+    "type",
+    "shape",
+    "here",
+    "numel",
+    "dtype",
+    "device",
+    "id",
+    "status",
+    "sharded",
+    "holds",
+    "also",
+)
+
+
+def row(facts: ParameterFacts) -> dict[str, str]:
+    """The cells of a parameter or buffer, by heading."""
+    sharding = []
+    if facts.mesh is not None:
+        sharding.append(f"on {facts.mesh}: {', '.join(facts.placements or ())}")
+    if facts.unit is not None:
+        sharding.append(f"unit {shown(facts.unit)}")
+    return {
+        "name": facts.name,
+        "type": facts.kind,
+        "shape": _shape(facts.shape),
+        "here": _shape(facts.local_shape) if facts.local_shape != facts.shape else "",
+        "numel": f"{facts.numel:,}",
+        "dtype": facts.dtype,
+        "device": facts.device,
+        "id": "" if facts.id is None else str(facts.id),
+        "status": facts.zero_status or "",
+        "sharded": ", ".join(sharding),
+        "holds": ", ".join(facts.holds),
+        "also": ", ".join(facts.aliases),
+    }
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def table(rows: Iterable[dict[str, str]]) -> str:
+    """Return aligned columns under their headings, without empty columns."""
+    listed = list(rows)
+    widths = {
+        heading: max((len(row.get(heading, "")) for row in listed), default=0)
+        for heading in HEADINGS
+    }
+    columns = {heading: max(width, len(heading)) for heading, width in widths.items() if width}
+    headings = dict(zip(HEADINGS, HEADINGS, strict=True))
+    return "\n".join(_line(row, columns) for row in [headings, *listed])
+
+
+def _line(row: dict[str, str], columns: dict[str, int]) -> str:
+    cells = []
+    for heading, width in columns.items():
+        text = row.get(heading, "")
+        cells.append(text.rjust(width) if heading in ("numel", "id") else text.ljust(width))
+    return "  ".join(cells).rstrip()

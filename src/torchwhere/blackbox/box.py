@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.cursor_place import certainty_of, cursor_place
 from torchwhere.blackbox.file_format import (
     CPU_DELAY_MASK,
     CPU_DELAY_SHIFT,
@@ -30,6 +29,8 @@ from torchwhere.blackbox.file_format import (
     TIMES_REACHED,
     EntryType,
     Geometry,
+    certainty_of,
+    cursor_place,
     sealed_crc,
     unpack_stream,
 )

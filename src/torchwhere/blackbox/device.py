@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box, main_cursor
-from torchwhere.blackbox.cursor_place import cursor_place
 from torchwhere.blackbox.device_place import (
     NO_SECTIONS,
     DeviceSource,
@@ -44,6 +43,7 @@ from torchwhere.blackbox.file_format import (
     TIMES_NUMBER,
     TIMES_NUMBER_MASK,
     TIMES_REACHED,
+    cursor_place,
     unpack_stream,
 )
 from torchwhere.blackbox.replays import NO_ROW, replay_rows

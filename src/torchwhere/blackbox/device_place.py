@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchwhere.blackbox.cursor_place import cursor_place
 from torchwhere.blackbox.file_format import (
     COUNTER_BYTES,
     COUNTER_COUNT,
@@ -37,10 +36,11 @@ from torchwhere.blackbox.file_format import (
     TIMES_REACHED,
     Geometry,
     Record,
+    cursor_place,
     unpack_record,
 )
-from torchwhere.blackbox.groups import group_of, text_of
 from torchwhere.blackbox.live_names import UNKNOWN_OP
+from torchwhere.blackbox.string_table import group_of, text_of
 from torchwhere.core.device_place import CallState, DeviceCall, DevicePlace
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torchwhere.core.place import PASS_LABELS, Certainty, Pass
 
 MAGIC = b"TRCHWHRE"
 VERSION = 2
@@ -272,3 +275,32 @@ def unpack_stream(word: int) -> tuple[int, int, int]:
         (word >> STREAM_SOURCE_SHIFT & STREAM_RANK_MASK) - 1,
         (word & STREAM_RANK_MASK) - 1,
     )
+
+
+# -- the place word of a cursor --------------------------------------------------------------------
+
+
+def pass_of(packed_place: int) -> int:
+    return packed_place >> PASS_SHIFT & PASS_MASK
+
+
+def cursor_place(packed_place: int, *, name: Callable[[int], str | None]) -> dict[str, Any]:
+    """Pass, module, call and certainty: arguments of a `Place`. `name` looks up table ids."""
+    pass_, module_id = pass_of(packed_place), packed_place >> MODULE_SHIFT
+    module, call = name(module_id), packed_place & CALL_MASK
+    # In a recomputation, the cursor does not hold the number of the call.
+    has_call = module is not None and call != NO_CALL and pass_ != Pass.RECOMPUTE
+    is_lost = pass_ not in PASS_LABELS or (module_id and module is None)
+    return {
+        "pass_": PASS_LABELS.get(pass_, "outside"),
+        "module": module,
+        "call": call if has_call else None,
+        "certainty": Certainty.UNKNOWN if is_lost else Certainty.EXACT,
+    }
+
+
+def certainty_of(flags: int, *, is_lost: bool) -> Certainty:
+    """How the place of a record is known. `is_lost`: its pass or its module cannot be read."""
+    if is_lost or flags & FLAG_UNKNOWN:
+        return Certainty.UNKNOWN
+    return Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchwhere.blackbox.file_format import STREAM_ID_SHIFT, Record, unpack_stream
-from torchwhere.blackbox.groups import Group, StreamName
 from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames
+from torchwhere.blackbox.string_table import Group, StreamName
 from torchwhere.core.events import Kind
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.cursor_place import cursor_place, pass_of
 from torchwhere.blackbox.file_format import (
     COUNTER_BYTES,
     COUNTER_COUNT,
@@ -30,17 +29,18 @@ from torchwhere.blackbox.file_format import (
     STREAM_ID_SHIFT,
     Geometry,
     Record,
+    cursor_place,
     mask_heartbeat,
+    pass_of,
     unpack_record,
     unpack_stream,
 )
-from torchwhere.blackbox.groups import StreamName
 from torchwhere.blackbox.issued import Issued, matched_call, stream_name
 from torchwhere.blackbox.live_device import LiveDevice
 from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
 from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
-from torchwhere.blackbox.string_table import half_written, json_int, json_object
+from torchwhere.blackbox.string_table import StreamName, half_written, json_int, json_object
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import TEXT_FIELD, Kind

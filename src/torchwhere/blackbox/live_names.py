@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.blackbox.file_format import EntryType
-from torchwhere.blackbox.groups import Group, group_of, text_of
-from torchwhere.blackbox.string_table import Name, TableReader, json_object, json_value
+from torchwhere.blackbox.string_table import (
+    Group,
+    Name,
+    TableReader,
+    group_of,
+    json_object,
+    json_value,
+    text_of,
+)
 
 UNKNOWN_OP: tuple[str, str | None] = ("a collective", None)
 _PLACE_TYPES = (EntryType.MODULE, EntryType.LINE, EntryType.PHASE, EntryType.THREAD)

@@ -18,10 +18,10 @@ from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box, read_or_
 from torchwhere.blackbox.summary import BoxOrSummary, started_ns, summarize
 from torchwhere.core.errors import TorchwhereError, nothing_recorded
 from torchwhere.core.events import Event
-from torchwhere.core.progress import Progress, ProgressCounter
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import plural
+from torchwhere.core.worker_pool import Progress, ProgressCounter
 
 _LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may start this far apart
 _FEW = 256  # at most this many boxes are in memory together

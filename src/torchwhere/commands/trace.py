@@ -120,7 +120,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _loaded(arguments: argparse.Namespace) -> Iterator[RunTimelines]:
     """Load the run and print its caveats; a progress bar lasts as long as the block."""
-    from torchwhere.core.gc_pause import gc_paused
+    from torchwhere.core.worker_pool import gc_paused
     from torchwhere.diagnose.timeline.load import load_timelines
     from torchwhere.render.progress import progress_bar
     from torchwhere.render.trace_summary import lacking_text

@@ -1,4 +1,4 @@
-"""Runs jobs in worker processes and yields the results as they arrive.
+"""Runs long tasks: jobs in worker processes, reports of progress, pauses of garbage collection.
 
 A worker is a new Python interpreter that shares only `sys.path` with this process. It is not
 forked, because this process may have threads, and it needs no main module to import, because this
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 HERE = -1  # the number of this process among the workers
 _MOST_WORKERS = 8
-_PIPE_BYTES = 1 << 20  # large enough for the result of one job of `calls/load.py`
+_PIPE_BYTES = 1 << 20  # large enough for the result of one job of `load_calls`
 _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from torchwhere.core.worker_pool import serve; serve()"
@@ -142,3 +142,37 @@ def serve() -> None:
         task = pickle.load(sys.stdin.buffer)()
         while True:
             _send(sys.stdout.buffer, task(pickle.load(sys.stdin.buffer)))
+
+
+# -- garbage collection ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Disable the cycle collector in this block: it would traverse millions of new objects without
+    cycles in vain. Restores the setting found at the start."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# -- progress --------------------------------------------------------------------------------------
+
+
+Progress = Callable[[int, int], None]  # gets the number of items done so far, and of all items
+
+
+class ProgressCounter:
+    """Counts the items that are done, and reports each new count."""
+
+    def __init__(self, total: int, on_progress: Progress | None) -> None:
+        self._done, self._total, self._on_progress = 0, total, on_progress
+
+    def add(self, items: int = 1) -> None:
+        self._done = min(self._done + items, self._total)
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)

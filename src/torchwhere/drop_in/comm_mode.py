@@ -32,13 +32,13 @@ from torchwhere.drop_in.counted_ops import (
     C10D_PACKETS,
     COUNTED_AS,
     NATIVE_TO_PY_MAPPING,
+    DispatchedCollective,
 )
 from torchwhere.drop_in.counted_ops import c10d_collective_ops as c10d_collective_ops
 from torchwhere.drop_in.counted_ops import c10d_ops as c10d_ops
 from torchwhere.drop_in.counted_ops import funcol_autograd as funcol_autograd
 from torchwhere.drop_in.counted_ops import funcol_native as funcol_native
 from torchwhere.drop_in.counted_ops import funcol_py as funcol_py
-from torchwhere.drop_in.dispatched_collective import DispatchedCollective
 from torchwhere.drop_in.op_log import OpLog, Sharded
 from torchwhere.hooks import _torch
 from torchwhere.hooks.threads import NATIVE, pass_of

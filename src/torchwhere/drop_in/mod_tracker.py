@@ -21,8 +21,7 @@ from torch import nn
 from torchwhere.api import watch
 from torchwhere.drop_in.compile_safe import Hook, ModuleFilter, PostForward, compile_safe_hooks
 from torchwhere.drop_in.module_tracker import ModuleTracker
-from torchwhere.drop_in.tracked_calls import TrackedCall, needing_gradients
-from torchwhere.drop_in.tracker_hooks import running_backward
+from torchwhere.drop_in.tracker_hooks import TrackedCall, needing_gradients, running_backward
 from torchwhere.hooks import _torch
 from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
 

@@ -22,7 +22,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import COUNTER_RANKS, EntryType
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.progress import Progress
+from torchwhere.core.worker_pool import Progress
 from torchwhere.diagnose.dump_facts import (
     DumpFact,
     GlooLimits,

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from torchwhere.core.gc_pause import gc_paused
-from torchwhere.core.progress import Progress, ProgressCounter
-from torchwhere.core.worker_pool import default_workers, run_jobs
+from torchwhere.core.worker_pool import (
+    Progress,
+    ProgressCounter,
+    default_workers,
+    gc_paused,
+    run_jobs,
+)
 from torchwhere.flight_recorder.dump import read_dump
 from torchwhere.flight_recorder.limits import Caps, RefusedFileError
 from torchwhere.flight_recorder.to_boxes import DumpBox, to_box

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.groups import Group
+from torchwhere.blackbox.string_table import Group
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
-from torchwhere.core.progress import Progress
+from torchwhere.core.worker_pool import Progress
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, DumpsAgree, UnseenHangs

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchwhere.blackbox.box import SIGNATURE_KEYS, Box, main_cursor
-from torchwhere.blackbox.groups import StreamName, ranks_of, stream_ends
 from torchwhere.blackbox.run import BoxRun
+from torchwhere.blackbox.string_table import StreamName, ranks_of, stream_ends
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import shown

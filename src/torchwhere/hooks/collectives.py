@@ -22,8 +22,7 @@ from torchwhere.hooks import python_stack as stack
 from torchwhere.hooks.ddp import Bucket
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.groups import WHOLE_GROUP, StreamCounter, WatchedGroup, WatchedGroups
-from torchwhere.hooks.kernels import Kernels, below_backend_select
-from torchwhere.hooks.native_all_reduce import ALL_REDUCE, NativeAllReduce
+from torchwhere.hooks.kernels import ALL_REDUCE, Kernels, NativeAllReduce, below_backend_select
 from torchwhere.hooks.schemas import Op, all_ops
 
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")

@@ -22,8 +22,8 @@ from torchwhere.core.errors import described
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.error_limiter import ErrorLimiter
-from torchwhere.hooks.failing_node import frontier
 from torchwhere.hooks.locate import Locator, PlaceIds
+from torchwhere.hooks.node_places import frontier
 from torchwhere.hooks.threads import Track
 
 NOTE_START = "torchwhere: "

@@ -7,6 +7,7 @@ outside all modules.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -16,14 +17,13 @@ from torch import nn
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, NO_CALL, PASS_SHIFT
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Pass
-from torchwhere.hooks import _torch, module_calls
+from torchwhere.hooks import _torch, module_calls, python_stack
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.foreign_modules import OUTSIDE
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.module_calls import ENTER, EXIT, SlowPath, Wrapper
 from torchwhere.hooks.module_naming import ModuleNamer
-from torchwhere.hooks.shape_inference import PIPELINING, infers_shapes
 from torchwhere.hooks.threads import (
     FIRST_MODULE_PLACE,
     INHERITED,
@@ -37,6 +37,7 @@ from torchwhere.model.wrappers import wrapped
 
 if TYPE_CHECKING:
     from torchwhere.native.extension import Counts, IntMap
+
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 _TRANSPARENT = 0  # the graph of a compiler, called as a module: not a module of the user
@@ -279,3 +280,25 @@ class ModuleHook:
         self._bases.pop(key, None)
         self._refs.pop(key, None)
         self._wrappers.pop(key, None)
+
+
+PIPELINING = "torch.distributed.pipelining.stage"
+# methods of a pipeline stage: since torch 2.13, and before
+_SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")
+
+
+def infers_shapes() -> bool:
+    """Whether the running module call only infers shapes."""
+    fake_mode, modes = _torch.private("fake_mode"), _torch.private("dispatch_modes")
+    if fake_mode is not None and (modes is None or modes()) and fake_mode() is not None:
+        return True
+    if PIPELINING not in sys.modules:
+        return False
+    frame = python_stack.caller(2)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_name in _SHAPE_INFERENCE:
+            return True
+        frame = frame.f_back
+    return False

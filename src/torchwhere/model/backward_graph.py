@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchwhere.core.interner import Interner
+from torchwhere.core.grouping import Interner
 from torchwhere.core.place import Certainty
 from torchwhere.core.results import Tabular
 from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, Numbers, Trail, is_leaf, sources

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from torchwhere.core.gc_pause import gc_paused
+from torchwhere.core.worker_pool import gc_paused
 from torchwhere.model.fsdp_states import managed, unit_classes
 from torchwhere.model.module_walk import ModuleWalk, child_name, walk
 from torchwhere.model.tensors import TensorNames, WeakSlot

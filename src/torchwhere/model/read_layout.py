@@ -9,6 +9,7 @@ module.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,13 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchwhere.core.model_layout import Branch, Layout, Node, Param
-from torchwhere.core.tree_folder import TreeFolder
+from torchwhere.core.model_layout import Branch, Layout, Node, Param, is_number
 from torchwhere.model import units
 from torchwhere.model.fsdp import RESHARD_UNDECIDED, HeldParam, class_name
-from torchwhere.model.meshes import Meshes
+from torchwhere.model.meshes import Meshes, placement_texts
 from torchwhere.model.module_walk import child_name, walk
-from torchwhere.model.tensor_parallel import plan_of
 from torchwhere.model.units import Manager
 from torchwhere.model.wrappers import innermost, wrapped
 
@@ -278,3 +277,75 @@ def _param(name: str, held: HeldParam, unit: int | None, tied: str | None) -> Pa
         tied=tied,
         note=held.note,
     )
+
+
+class TreeFolder:
+    """Creates the nodes of one tree, children first.
+
+    Linear in the number of modules: it compares nodes by the identity of their children, which are
+    already folded.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[object, Node] = {}
+
+    def node(self, cls: str, *, children: Iterable[tuple[str, Node]], **facts: Any) -> Node:
+        folded = tuple(_folded(children))
+        key = (cls, *sorted(facts.items()), tuple((b.name, b.count, id(b.node)) for b in folded))
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(cls, children=folded, **facts)
+        return node
+
+
+def _folded(children: Iterable[tuple[str, Node]]) -> Iterator[Branch]:
+    run: Branch | None = None
+    for name, node in children:
+        if run is not None and run.node is node and _follows(run, name):
+            run = Branch(run.name, node, run.count + 1)
+            continue
+        if run is not None:
+            yield run
+        run = Branch(name, node)
+    if run is not None:
+        yield run
+
+
+def _follows(run: Branch, name: str) -> bool:
+    is_numbered = is_number(name) and is_number(run.name)
+    return is_numbered and int(name) == int(run.name) + run.count
+
+
+def plan_of(module: nn.Module) -> str:
+    """The style that `parallelize_module` applied to a module, from the hooks that it registered:
+    `ColwiseParallel: Replicate() to Shard(-1)`."""
+    if not module._forward_pre_hooks and not module._forward_hooks:
+        return ""
+    layouts: dict[str, list[str]] = {}  # by style: of the inputs, and of the outputs
+    for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
+        for value in _enclosed(hook):
+            if isinstance(value, functools.partial) and value.func.__name__ in (
+                "_prepare_input_fn",
+                "_prepare_output_fn",
+            ):
+                style = value.func.__qualname__.split(".")[0]
+                layouts.setdefault(style, []).append(_layout_text(value.args[0]))
+            elif type(value).__module__.startswith("torch.distributed.tensor.parallel"):
+                layouts.setdefault(type(value).__name__, [])
+    return "; ".join(
+        f"{style}: {' to '.join(filter(None, texts))}".rstrip(": ")
+        for style, texts in layouts.items()
+    )
+
+
+def _enclosed(hook: Any) -> Iterator[Any]:
+    for cell in getattr(hook, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue
+
+
+def _layout_text(layout: Any) -> str:
+    placements = layout if isinstance(layout, (tuple, list)) else (layout,)
+    return ", ".join(placement_texts(item for item in placements if hasattr(item, "is_replicate")))

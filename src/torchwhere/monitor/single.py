@@ -15,8 +15,7 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.run import BoxRun, RunSummary
-from torchwhere.diagnose.calls.job_calls import JobCalls
-from torchwhere.diagnose.calls.load import load_calls
+from torchwhere.diagnose.calls.job_calls import JobCalls, load_calls
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus

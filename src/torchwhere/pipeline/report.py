@@ -9,11 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchwhere.core.gc_pause import gc_paused
-from torchwhere.core.progress import Progress
 from torchwhere.core.stall import STALL_S
 from torchwhere.core.version import __version__
-from torchwhere.diagnose.calls.load import load_calls_with
+from torchwhere.core.worker_pool import Progress, gc_paused
+from torchwhere.diagnose.calls.job_calls import load_calls_with
 from torchwhere.diagnose.report.digest import Digest
 from torchwhere.diagnose.report.report import Report, make_report
 from torchwhere.pipeline.verdict import diagnose_run

@@ -18,11 +18,9 @@ from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, read_checksum
-from torchwhere.core.gc_pause import gc_paused
-from torchwhere.core.progress import Progress
 from torchwhere.core.stall import STALL_S
-from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run
-from torchwhere.diagnose.calls.load import load_calls
+from torchwhere.core.worker_pool import Progress, gc_paused
+from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run, load_calls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks, align_hosts
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import Finding

@@ -110,3 +110,11 @@ def _is_batch_script(environment: Mapping[str, str]) -> bool:
     has yet to start."""
     is_step = bool(environment.keys() & {"SLURM_STEP_ID", "SLURM_STEPID"})
     return environment.get("ENVIRONMENT") == "BATCH" and not is_step
+
+
+def pid_namespace() -> int | None:
+    """Id of the namespace, equal in all processes that share it; None where there is none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None

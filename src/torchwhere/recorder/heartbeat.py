@@ -17,10 +17,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks.error_limiter import ErrorLimiter
-from torchwhere.processes.cpu_delay import cpu_delay_ns
 
 BEAT_S = 1.0
 _STALL_BEATS = 2  # heartbeats without a recorded event, after which the job may have stalled
@@ -127,3 +127,15 @@ class Heartbeat:
 
     def _stop_calling_on_stall(self) -> None:
         self._calls_on_stall = False
+
+
+_MAIN_THREAD = Path("/proc/self/schedstat")  # of the main thread, also for other threads
+
+
+def cpu_delay_ns() -> int | None:
+    """Total since the process started; None if the kernel does not report it."""
+    try:
+        _ran, queued, _slices = _MAIN_THREAD.read_bytes().split()
+        return int(queued)
+    except (OSError, ValueError):
+        return None

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torchwhere.core.version import __version__
 from torchwhere.hooks.python_stack import current_folder
 from torchwhere.processes.cgroup import oom_counter, oom_kills
-from torchwhere.processes.launcher import launch
-from torchwhere.processes.namespace import pid_namespace
+from torchwhere.processes.launcher import launch, pid_namespace
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -15,8 +15,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.hooks.device import may_have_device
 from torchwhere.hooks.error_limiter import log
-from torchwhere.hooks.fault_stack import Faults
-from torchwhere.hooks.stall_stack import StallStackFile
+from torchwhere.hooks.stack_files import Faults, StallStackFile
 from torchwhere.native.load import native
 from torchwhere.recorder.installation import InstallablePart, do_nothing
 

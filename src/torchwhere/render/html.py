@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from torchwhere.core.sanitize import plural
+from torchwhere.render import html as page
 from torchwhere.render.lines import Cell, Column, Line, plain
 
 MOST_ROWS = 200
@@ -127,3 +128,13 @@ def _class(style: str) -> str:
     """The `class` attribute of a rich style such as `bold red`."""
     names = [_CLASSES[name] for name in style.split() if name in _CLASSES]
     return f' class="{" ".join(names)}"' if names else ""
+
+
+_RIGHT = ("numel", "id")
+
+
+def names_html(title: str, headings: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str:
+    """Make the table. A row has texts for some headings; a heading without any text is left out."""
+    columns = [Column(heading, right=heading in _RIGHT, optional=True) for heading in headings]
+    cells = ([row.get(heading, "") for heading in headings] for row in rows)
+    return page.fragment(page.paragraph(title, style="bold"), page.table(columns, cells))

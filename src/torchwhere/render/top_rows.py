@@ -16,9 +16,8 @@ from torchwhere.core.place import Certainty, shown
 from torchwhere.core.rank_text import ranks_text
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.live.cohorts import LiveCohort
 from torchwhere.diagnose.live.ranks import RankNow
-from torchwhere.diagnose.live.run import is_culprit
+from torchwhere.diagnose.live.run import LiveCohort, is_culprit
 from torchwhere.render.lines import Line, plain
 from torchwhere.render.top_view import TopRow
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from torchwhere.core.place import shown
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.live.cohorts import LiveCohort, cohorts, single
 from torchwhere.diagnose.live.ranks import RankNow
-from torchwhere.diagnose.live.run import RunNow, is_culprit
+from torchwhere.diagnose.live.run import LiveCohort, RunNow, cohorts, is_culprit, single
 
 Id = tuple[str, int]  # "cohort" or "rank", and the lowest rank
 

@@ -9,6 +9,10 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torchwhere.blackbox.device import DeviceState
+from torchwhere.core.device_place import CallState, DeviceCall, DevicePlace
+from torchwhere.core.place import Place, unknown_place
+
 MAX_NUMBER = 1 << 62
 MAX_RANKS = 1 << 20  # as many as a counter can distinguish
 MAX_TEXT = 1 << 20
@@ -62,3 +66,67 @@ def dict_(value: Any) -> dict[str, Any]:
 
 def or_none(read: Callable[[Any], T], value: Any) -> T | None:
     return None if value is None else read(value)
+
+
+# -- the progress of a device ----------------------------------------------------------------------
+# Encoded for JSON, and checked when it is decoded.
+
+_MOST_RECORDS = 512
+
+
+def encode_device(state: DeviceState | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    device = state.device_place
+    places = {"place": device.place, "next": device.next}
+    calls = {"collective": device.collective, "next_collective": device.next_collective}
+    return {
+        "looked_ns": device.looked_ns,
+        "reached_ns": device.t_ns,
+        **{name: place.to_dict() if place is not None else None for name, place in places.items()},
+        **{name: call.to_dict() if call is not None else None for name, call in calls.items()},
+        "collectives_behind": device.collectives_behind,
+        "pending": device.pending,
+        "reached": list(state.reached),
+        "unreached": list(state.unreached),
+    }
+
+
+def decode_device(
+    value: Any, ahead_ns: int, *, cpu: Place | None, place: Callable[[Any], Place]
+) -> DeviceState | None:
+    """The state of a device, by the clock of the reader.
+
+    `cpu` is the place of the CPU, if it is known. `place` decodes a place.
+    """
+    if value is None:
+        return None
+    data = dict_(value)
+    looked_ns, reached_ns = int_(data["looked_ns"]), int_(data["reached_ns"])
+    device_place = DevicePlace(
+        cpu if cpu is not None else unknown_place(),
+        place=or_none(place, data["place"]),
+        collective=or_none(_call, data.get("collective")),
+        next=or_none(place, data.get("next")),
+        next_collective=or_none(_call, data.get("next_collective")),
+        collectives_behind=int_(data.get("collectives_behind", 0)),
+        pending=int_(data["pending"]),
+        t_ns=reached_ns - ahead_ns if reached_ns else 0,
+        looked_ns=looked_ns - ahead_ns if looked_ns else 0,
+    )
+    return DeviceState(
+        device_place,
+        reached=tuple(map(int_, list_(data["reached"], most=_MOST_RECORDS))),
+        unreached=tuple(map(int_, list_(data["unreached"], most=_MOST_RECORDS))),
+    )
+
+
+def _call(value: Any) -> DeviceCall:
+    data = dict_(value)
+    need(data["state"] in tuple(CallState), "the state of a collective is unknown")
+    return DeviceCall(
+        text_(data["op"]),
+        text_(data["group"]),
+        int_(data["number"]),
+        CallState(data["state"]),
+    )

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Counts
-from torchwhere.blackbox.groups import Group
+from torchwhere.blackbox.string_table import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import KIND_LABELS, Event
 from torchwhere.core.place import Certainty, Place
@@ -33,6 +33,7 @@ from torchwhere.snapshots.checked import (
     MAX_TEXT,
     InvalidError,
     bool_,
+    decode_device,
     dict_,
     float_,
     int_,
@@ -42,7 +43,6 @@ from torchwhere.snapshots.checked import (
     text_,
     text_or_none,
 )
-from torchwhere.snapshots.device_state import decode_device
 from torchwhere.snapshots.encode import (
     ARRAYS,
     HEAD,

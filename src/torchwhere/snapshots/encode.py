@@ -21,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.groups import Group
+from torchwhere.blackbox.string_table import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice
 from torchwhere.diagnose.calls.keys import CallSite
 from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.snapshots.device_state import encode_device
+from torchwhere.snapshots.checked import encode_device
 
 VERSION = 2
 MAGIC = b"TWSNAP%02d" % VERSION

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box, main_cursor
 from torchwhere.blackbox.device import DeviceState, device_state, device_times
-from torchwhere.blackbox.groups import Group, ranks_of
-from torchwhere.blackbox.string_table import json_int
+from torchwhere.blackbox.string_table import Group, json_int, ranks_of
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind

@@ -15,18 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.cursor_place import certainty_of
 from torchwhere.blackbox.file_format import (
     FLAG_ASYNC,
     FLAG_REPLAYED,
     FLAG_SHADOW,
     NO_CALL,
     EntryType,
+    certainty_of,
 )
-from torchwhere.blackbox.groups import Group, group_of
-from torchwhere.blackbox.string_table import json_value
+from torchwhere.blackbox.string_table import Group, group_of, json_value
 from torchwhere.core.events import Kind
-from torchwhere.core.interner import Interner
+from torchwhere.core.grouping import Interner
 from torchwhere.core.place import PASS_LABELS
 from torchwhere.diagnose.calls.keys import (
     CallSite,

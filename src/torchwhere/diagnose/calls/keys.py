@@ -10,8 +10,7 @@ import json
 import re
 from typing import NamedTuple
 
-from torchwhere.blackbox.groups import P2P, stream_ends
-from torchwhere.blackbox.string_table import json_value
+from torchwhere.blackbox.string_table import P2P, json_value, stream_ends
 from torchwhere.core.place import Pass
 
 # The fields of a collective that must be equal on all ranks, beside its name. Ranks may pass

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import FLAG_ASYNC
-from torchwhere.blackbox.groups import ranks_of, stream_ends
+from torchwhere.blackbox.string_table import ranks_of, stream_ends
 from torchwhere.core.events import Kind
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.line import Times

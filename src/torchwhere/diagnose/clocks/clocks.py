@@ -28,8 +28,7 @@ import numpy as np
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream
 from torchwhere.diagnose.clocks.bounds import uncertainties
-from torchwhere.diagnose.clocks.call_table import call_table
-from torchwhere.diagnose.clocks.clock_calls import ClockCalls
+from torchwhere.diagnose.clocks.call_table import ClockCalls, call_table
 from torchwhere.diagnose.clocks.joint_fit import fit, streams_that_do_not_wait
 from torchwhere.diagnose.clocks.line import Line, TimeOrTimes, Times
 from torchwhere.diagnose.clocks.pairwise import Fit, Quality, compare, shares_a_clock

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.diagnose.clocks.arrivals import NEVER, ClockStream
-from torchwhere.diagnose.clocks.clock_calls import ClockCalls
+from torchwhere.diagnose.clocks.call_table import ClockCalls
 from torchwhere.diagnose.clocks.line import MOST_SLOPE, Floats, Line, Times, range_at, tightest
 
 _SOON_NS = 50_000.0  # a record this soon after a call came at once

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.file_format import NO_STEP, RECORD
 from torchwhere.core.events import Kind
-from torchwhere.core.row_ids import row_ids
+from torchwhere.core.grouping import row_ids
 
 KEY_FIELDS = ("pass", "module", "subject", "beneficiary", "line")
 # positions of the fields in an unpacked record

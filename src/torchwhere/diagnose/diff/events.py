@@ -18,15 +18,16 @@ from torchwhere.blackbox.box import Box
 from torchwhere.core.grouping import grouped
 from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff import alignment
-from torchwhere.diagnose.diff.agreement import ComparedCall, first_mismatch
 from torchwhere.diagnose.diff.alignment import ClassDifference, Position
 from torchwhere.diagnose.diff.cohorts import (
     MOST_DIVERGENCES,
     Cohorts,
+    ComparedCall,
     ComparedItem,
     Comparison,
     Divergence,
     Version,
+    first_mismatch,
     in_order,
 )
 from torchwhere.diagnose.diff.facts import (
@@ -45,7 +46,6 @@ from torchwhere.diagnose.diff.sequences import (
     Patterns,
     read_sequences,
 )
-from torchwhere.diagnose.diff.stages import stages_of
 
 _CONTEXT = 3  # equal events before a divergence
 _AFTER = 2
@@ -313,3 +313,32 @@ def _of_step(sequence: EventSequence, step: int) -> tuple[bytes, ...]:
     chosen = sequence.steps == step
     order = np.argsort(sequence.streams[chosen], kind="stable")
     return sequence.streams[chosen][order].tobytes(), sequence.flow[chosen][order].tobytes()
+
+
+def stages_of(sequences: Iterable[EventSequence]) -> dict[int, int]:
+    """The pipeline stage of each rank, from the first message of its steps.
+
+    A rank that starts its steps with a recv is the stage after the sender. All stages are 0 if
+    ranks send no messages in most steps, or if all ranks start alike, as in a ring.
+    """
+    sources: dict[int, int | None] = {}  # by rank: the sender of the message it waits for first
+    for sequence in sequences:
+        steps = len(np.unique(sequence.steps))
+        first_step = sequence.steps[0] if steps else 0
+        usual = Counter(
+            (op, peer) for step, op, peer in sequence.messages if step >= first_step
+        ).most_common(1)
+        sources[sequence.rank] = None
+        for (op, peer), count in usual:
+            if op == "recv" and count * 2 >= steps:
+                sources[sequence.rank] = peer
+    return {rank: _depth(rank, sources) for rank in sources}
+
+
+def _depth(rank: int, sources: Mapping[int, int | None]) -> int:
+    seen: list[int] = []
+    at: int | None = rank
+    while at is not None and at not in seen:
+        seen.append(at)
+        at = sources.get(at)
+    return 0 if at is not None else len(seen) - 1  # a ring leads back to its start

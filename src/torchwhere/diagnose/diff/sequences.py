@@ -19,11 +19,10 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
-from torchwhere.blackbox.groups import P2P, StreamName, ranks_of, stream_ends, text_of
+from torchwhere.blackbox.string_table import P2P, StreamName, ranks_of, stream_ends, text_of
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
-from torchwhere.core.interner import Interner
+from torchwhere.core.grouping import Interner, per_distinct, row_ids
 from torchwhere.core.place import PASS_LABELS
-from torchwhere.core.row_ids import per_distinct, row_ids
 from torchwhere.diagnose.calls.keys import must_agree
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 

@@ -19,8 +19,8 @@ from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.diagnose.doctor.context import Timing
 from torchwhere.diagnose.doctor.finding import CallRef
-from torchwhere.diagnose.doctor.timing import Timing
 
 _UNUSUAL = 1.5  # times the delay that 9 of 10 collectives had
 

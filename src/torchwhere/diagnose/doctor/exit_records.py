@@ -9,13 +9,20 @@ catch it and leave no record.
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.diagnose.doctor.device_errors import DeviceError, device_error
 from torchwhere.diagnose.doctor.waits import waiting_for, waits
-from torchwhere.processes.stacks import IN_NATIVE_THREAD
+from torchwhere.processes.look import IN_NATIVE_THREAD
+from torchwhere.processes.status import ProcessStatus
 
 _NEARBY = 64  # records before a call in which an exception may be its cause
 WATCH_ENDED = "stop"  # end reason of a watch whose process continues
@@ -148,3 +155,246 @@ def survived_exception(rank_calls: RankCalls, record: int) -> Event | None:
         if record - _NEARBY <= error.number < record
     ]
     return near[-1] if near else None
+
+
+# -- the exit of each rank -------------------------------------------------------------------------
+# From its exit record and the status of its process.
+
+
+SAME_EXIT_NS = 1_000_000_000  # exits within a second count as simultaneous
+_UNSEEN = ProcessStatus()
+_NEVER = 1 << 63
+
+
+class _Sigterm(NamedTuple):
+    """When SIGTERM first ended a rank: by exit records, and by exit codes that a monitor saw."""
+
+    recorded_ns: int
+    seen_ns: int
+
+
+class ExitReason(NamedTuple):
+    """How a rank exited: what was recorded about it; if nothing was, its exit code, if known."""
+
+    recorded: str | None = None
+    exit_code: int | None = None
+    is_out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class RankExits:
+    """How each rank of a job exited."""
+
+    job_calls: JobCalls
+    statuses: Mapping[int, ProcessStatus]
+    # when a rank was last alive, by a monitor, this look or its own heartbeat
+    now_ns: int | None
+    # ranks that were interrupted from outside, and when
+    ended_externally: Mapping[int, int] = field(default_factory=dict)
+
+    def status(self, rank: int) -> ProcessStatus:
+        return self.statuses.get(rank, _UNSEEN)
+
+    def has_failed(self, rank: int) -> bool:
+        """Whether a rank failed, by its exit record or by what its crash left."""
+        end = self.job_calls.by_rank[rank].end
+        if self.was_ended_externally(rank):
+            return False
+        if end is not None:
+            return not ended_well(end)
+        return self.status(rank).ended is not None or self.unfinished(rank) is not None
+
+    def how(self, rank: int) -> ExitReason:
+        """How a rank exited."""
+        end, status = self.job_calls.by_rank[rank].end, self.status(rank)
+        unfinished = self.unfinished(rank)
+        if end is not None:
+            reason = str(end.fields.get("reason"))
+        elif unfinished is not None:
+            reason = f"{FAILED}{unfinished}"
+        elif status.out_of_memory or status.ended:
+            return ExitReason(status.out_of_memory or status.ended)
+        else:
+            return ExitReason(exit_code=status.exit_code)
+        return ExitReason(reason, is_out_of_memory=is_out_of_memory(reason))
+
+    def outlived_its_watch(self, rank: int) -> bool:
+        """Whether a rank ended its watch and its process continued: later calls are not
+        recorded."""
+        end, status = self.job_calls.by_rank[rank].end, self.status(rank)
+        if end is None or end.fields.get("reason") != WATCH_ENDED:
+            return False
+        seen_ns = max(status.alive_ns or 0, status.stack_ns or 0)
+        return status.alive is True or seen_ns - end.t_ns > SAME_EXIT_NS
+
+    def was_ended_externally(self, rank: int) -> bool:
+        """Whether a rank was interrupted with the others, or noticed that they were."""
+        if rank in self.ended_externally or not self.ended_externally:
+            return rank in self.ended_externally
+        error = self.job_calls.by_rank[rank].exception
+        return (
+            error is not None
+            and error.t_ns > self._first_external_ns - SAME_EXIT_NS
+            and self.lost_its_peer(rank)
+        )
+
+    def lost_its_peer(self, rank: int) -> bool:
+        """Whether a rank failed because the process of a peer was gone."""
+        return is_lost_peer(self.exit_message(rank))
+
+    def timed_out(self, rank: int) -> bool:
+        """Whether a rank failed because a collective timed out: it waited for another rank."""
+        return is_timeout(self.exit_message(rank))
+
+    def device_error(self, rank: int) -> DeviceError | None:
+        """What failed on the device of a rank, if that ended the rank."""
+        return device_error(self.exit_message(rank))
+
+    def exit_message(self, rank: int) -> str:
+        """What a rank recorded about its exit, or what its crash left; empty if nothing.
+
+        The watchdog of NCCL aborts the communicator before it ends the process: then the rank
+        records only that, and the message of the crash says why.
+        """
+        rank_calls, status = self.job_calls.by_rank[rank], self.status(rank)
+        if rank_calls.end is not None:
+            recorded = str(rank_calls.end.fields.get("reason"))
+        else:
+            recorded = (last_exception(rank_calls) or "") if status.alive is not True else ""
+        if status.ended is None or status.alive or (recorded and not is_lost_peer(recorded)):
+            return recorded
+        return f"{recorded}\n{status.ended}".strip()
+
+    def unfinished(self, rank: int) -> str | None:
+        """An exception that is the last record of a process that is gone: it left no exit
+        record."""
+        return (
+            last_exception(self.job_calls.by_rank[rank])
+            if self.status(rank).alive is False
+            else None
+        )
+
+    # -- all ranks ---------------------------------------------------------------------------------
+
+    def failed(self) -> list[int]:
+        return [rank for rank in self.job_calls.by_rank if self.has_failed(rank)]
+
+    def killed(self) -> list[int]:
+        """Ranks whose process is gone and that left no exit record."""
+        return [rank for rank in self.job_calls.by_rank if self.was_killed(rank)]
+
+    def terminated(self) -> list[int]:
+        """Ranks that SIGTERM ended, by their exit record or their exit code."""
+        ranks = self.job_calls.by_rank.items()
+        return [
+            rank
+            for rank, rank_calls in ranks
+            if was_terminated(rank_calls) or (rank_calls.end is None and self.got_sigterm(rank))
+        ]
+
+    @cached_property
+    def is_over(self) -> bool:
+        return not any(status.alive for status in self.statuses.values())
+
+    @cached_property
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C ended the job."""
+        return not all(
+            was_terminated(self.job_calls.by_rank[rank]) for rank in self.ended_externally
+        )
+
+    # -- order -------------------------------------------------------------------------------------
+
+    def got_sigterm(self, rank: int) -> bool:
+        return self.status(rank).exit_code == -signal.SIGTERM
+
+    def was_killed(self, rank: int) -> bool:
+        status = self.status(rank)
+        is_silent = (
+            status.alive is False and self.left_no_exit_record(rank) and status.exit_code != 0
+        )
+        return is_silent and not self.has_failed(rank) and not self.was_ended_externally(rank)
+
+    def left_no_exit_record(self, rank: int) -> bool:
+        """Whether a box that is readable to its end has no exit record. False for any other box."""
+        rank_calls = self.job_calls.by_rank.get(rank)
+        if (
+            rank_calls is None
+            or rank in self.job_calls.from_snapshot
+            or rank_calls.has_lost_its_newest
+        ):
+            return False
+        return rank_calls.end is None
+
+    def was_seen_to_exit(self, rank: int) -> bool:
+        """Whether the exit was observed from outside, not only concluded from the box."""
+        status = self.status(rank)
+        return (
+            self.was_seen_exited(rank)
+            or status.exit_code is not None
+            or status.out_of_memory is not None
+        )
+
+    def was_seen_exited(self, rank: int) -> bool:
+        """Whether others are alive, or were seen alive after this rank was gone or last seen."""
+        status = self.status(rank)
+        if self.now_ns is None or status.alive is not False:
+            return False
+        if not self.is_over:
+            return True
+        is_earlier = status.gone_ns is not None and status.gone_ns <= self.now_ns
+        return is_earlier or (
+            status.alive_ns is not None and self.looked_ns - status.alive_ns > SAME_EXIT_NS
+        )
+
+    def exited_before_sigterm(self, rank: int) -> bool:
+        """Whether a rank without an exit record exited before SIGTERM ended others, and not by
+        SIGTERM.
+
+        A rank that does not obey SIGTERM is killed later, and sends heartbeats until then.
+        """
+        status, summary = self.status(rank), self.job_calls.by_rank[rank].box_summary
+        if self.got_sigterm(rank) or self.was_interrupted:
+            return False
+        first = self._sigterm
+        is_by_code = (
+            status.exit_code is not None and (status.gone_ns or 0) <= first.seen_ns < _NEVER
+        )
+        return is_by_code or 0 < max(summary.last_ns, summary.beat_ns) <= first.recorded_ns < _NEVER
+
+    @cached_property
+    def _sigterm(self) -> _Sigterm:
+        ranks = self.job_calls.by_rank
+        recorded = [
+            rank_calls.end.t_ns
+            for rank_calls in ranks.values()
+            if rank_calls.end is not None and was_terminated(rank_calls)
+        ]
+        gone = [self.status(rank).gone_ns or 0 for rank in ranks if self.got_sigterm(rank)]
+        return _Sigterm(min(recorded, default=_NEVER), min(gone, default=_NEVER))
+
+    @cached_property
+    def _first_external_ns(self) -> int:
+        return min(self.ended_externally.values())
+
+    @cached_property
+    def looked_ns(self) -> int:
+        """When a monitor last saw one of the processes alive."""
+        return max((status.alive_ns or 0 for status in self.statuses.values()), default=0)
+
+    def alive_ns(self, rank: int) -> int:
+        """When a rank was last known alive, by a monitor, its records or its heartbeats; 0 if
+        never."""
+        rank_calls = self.job_calls.by_rank.get(rank)
+        times = [self.status(rank).alive_ns or 0, 0]
+        if rank_calls is not None:
+            times += [rank_calls.box_summary.last_ns, rank_calls.box_summary.beat_ns]
+        return max(times)
+
+    def failed_ns(self, failed: list[int]) -> list[int]:
+        """When ranks failed, for those that recorded an exception."""
+        return [
+            error.t_ns
+            for rank in failed
+            if (error := self.job_calls.by_rank[rank].exception) is not None
+        ]

@@ -17,12 +17,13 @@ from enum import StrEnum
 from functools import cached_property
 
 from torchwhere.diagnose.doctor.exit_records import (
+    SAME_EXIT_NS,
+    RankExits,
     is_failed_connection,
     is_unexplained_abort,
     named_ranks,
     was_terminated,
 )
-from torchwhere.diagnose.doctor.rank_exits import SAME_EXIT_NS, RankExits
 
 _NEVER = 1 << 63
 

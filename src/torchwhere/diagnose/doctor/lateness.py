@@ -9,12 +9,17 @@ is as late at the next, has lost nothing more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.calls.windows import CallWindow
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.calls.stream_calls import CallWindow
+from torchwhere.diagnose.clocks.clocks import Evidence
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
 
 FEWEST_ROUNDS = 8
 _MOST_TIMES = 1 << 21  # that are compared at once: 16 MB
@@ -122,3 +127,163 @@ def _times(window: CallWindow, low: int, high: int) -> npt.NDArray[np.float64]:
     )
     relative: npt.NDArray[np.float64] = (times - times[0, 0]).astype(np.float64)
     return relative
+
+
+# -- one clock for several hosts -------------------------------------------------------------------
+# Takes the numbers that ranks have in common and the clocks of a run (`diagnose/clocks/clocks.py`
+# aligns them by common collectives). Gives the same numbers with times by the clock of one host,
+# and for each rank how far off these may be. Ranks known from snapshots are already corrected, by
+# the messages between their monitors.
+
+
+_MESSAGE_DELAY_NS = 1_000_000.0  # longest delay of a message on a local network
+_LEAST_NS = 500_000.0  # by which hosts may differ in how soon they continue after a call
+_SCATTERS = 3  # one scatter covers nine of ten calls
+_WELL_ABOVE = 2  # times the doubt
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Host and clock error of each rank of a window; None if the error is unknown."""
+
+    hosts: tuple[str, ...]
+    doubts_ns: tuple[float | None, ...]
+
+    def doubt_ns(self, row: int) -> float | None:
+        """Clock error between a rank and the median of ranks on other hosts."""
+        if len(set(self.hosts)) < 2:
+            return 0.0
+        own, host = self.doubts_ns[row], self.hosts[row]
+        others = [
+            doubt for doubt, other in zip(self.doubts_ns, self.hosts, strict=True) if other != host
+        ]
+        known_doubts = [doubt for doubt in others if doubt is not None]
+        return (
+            own + float(np.median(known_doubts))
+            if own is not None and 2 * len(known_doubts) > len(others)
+            else None
+        )
+
+    def is_beyond_doubt(
+        self, row: int, late_ns: npt.NDArray[np.float64], *, least_ns: float
+    ) -> bool:
+        """Whether one rank is certainly late: against ranks of its host, or by much more than
+        the clock error."""
+        mates = [
+            other
+            for other, host in enumerate(self.hosts)
+            if host == self.hosts[row] and other != row
+        ]
+        if mates and late_ns[row] - late_ns[mates].max() >= least_ns:
+            return True
+        doubt_ns = self.doubt_ns(row)
+        return doubt_ns is not None and bool(late_ns[row] >= _WELL_ABOVE * doubt_ns)
+
+
+def by_one_clock(
+    job_calls: JobCalls, window: CallWindow, align_clocks: Callable[[], HostClocks]
+) -> tuple[CallWindow, Trust]:
+    """Moves the times of a window to one clock. Returns also how far each rank can be off."""
+    metas = [job_calls.by_rank[rank].box_summary.meta for rank in window.ranks]
+    hosts = tuple(str(meta.get("source_host") or meta.get("host") or "") for meta in metas)
+    if len(set(hosts)) < 2:
+        return window, Trust(hosts, (0.0,) * len(hosts))
+    clocks = align_clocks()
+    doubts = [
+        _MESSAGE_DELAY_NS if "source_host" in meta else _doubt_ns(clocks, host)
+        for meta, host in zip(metas, hosts, strict=True)
+    ]
+    ends = [int(calls.times_ns(window.end - 1, window.end)[0]) for calls in window.calls]
+    shifts = [
+        end - clocks.aligned_ns(rank, end) for rank, end in zip(window.ranks, ends, strict=True)
+    ]
+    calls = tuple(own.set_back(shift) for own, shift in zip(window.calls, shifts, strict=True))
+    return replace(window, calls=calls), Trust(hosts, tuple(doubts))
+
+
+def _doubt_ns(clocks: HostClocks, host: str) -> float | None:
+    clock = clocks.of_host(host)
+    if clock is None or clock.evidence is Evidence.UNMATCHED:
+        return None
+    if clock.evidence is Evidence.REFERENCE:
+        return 0.0
+    # Not `uncertainty_ns`: this strict bound is as wide as a rank is late. Assume that ranks
+    # continue soon after a call.
+    is_bound = clock.uncertainty_ns is not None  # by calls that wait
+    return _LEAST_NS + _SCATTERS * (clock.scatter_ns or 0.0) if is_bound else None
+
+
+# -- waits for a CPU -------------------------------------------------------------------------------
+# Ranks write CPU delays with their heartbeats (`recorder/heartbeat.py`): the main thread was ready
+# to run, but another one had the CPU. On a host with more threads than cores, the scheduler delays
+# one rank and then another, some for many steps in a row: no rank is at fault. If one rank waits
+# and its neighbours do not, something else runs on its cores.
+
+_ASKED = 16  # neighbours
+_EXPLAINS = 0.5  # of the time that is lost
+_ALIKE = 0.5  # as much as the late one
+
+
+class CpuContention(NamedTuple):
+    """Shares of time waiting for a CPU: a late rank, and the median of the ranks on its host."""
+
+    own: float
+    neighbours: float
+
+    def explains(self, share: float) -> bool:
+        """Whether it may explain this share of lost time."""
+        return self.own >= _EXPLAINS * share
+
+    @property
+    def is_host_wide(self) -> bool:
+        return self.neighbours >= _ALIKE * self.own
+
+
+def cpu_contention(
+    job_calls: JobCalls,
+    window: CallWindow,
+    row: int,
+    *,
+    columns: tuple[int, int],
+    late: Sequence[int],
+) -> CpuContention | None:
+    """The contention of a late rank between two columns; None if heartbeat or kernel do not
+    provide it."""
+    own = _share(job_calls, window, row, columns)
+    if own is None:
+        return None
+    host = _host(job_calls, window.ranks[row])
+    beside = [
+        at
+        for at, rank in enumerate(window.ranks)
+        if at not in late and _host(job_calls, rank) == host
+    ][:_ASKED]
+    shares = [
+        share for at in beside if (share := _share(job_calls, window, at, columns)) is not None
+    ]
+    return CpuContention(own, float(np.median(shares)) if shares else 0.0)
+
+
+def _host(job_calls: JobCalls, rank: int) -> object:
+    return job_calls.by_rank[rank].box_summary.meta.get("host")
+
+
+def _share(
+    job_calls: JobCalls, window: CallWindow, row: int, columns: tuple[int, int]
+) -> float | None:
+    """Interpolated linearly between heartbeats, one per second. Outside of them the last value
+    is used."""
+    rank_calls, calls = job_calls.by_rank[window.ranks[row]], window.calls[row]
+    delays = rank_calls.box.cpu_delays() if rank_calls.box is not None else []
+    if len(delays) < 2:
+        return None
+    times, waits = (np.array(column, dtype=np.float64) for column in zip(*delays, strict=True))
+    asked = [
+        float(calls.times_ns(window.first + column, window.first + column + 1)[0])
+        for column in columns
+    ]
+    begin, end = np.clip(asked, times[0], times[-1])
+    if begin >= end:
+        begin, end = times[-2:]
+    low, high = np.interp((begin, end), times, np.cumsum(waits))
+    return min(1.0, float(high - low) / float(end - begin)) if end > begin else None

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.rank_calls import RankCalls
-from torchwhere.diagnose.doctor.call_patterns import sequence
-from torchwhere.diagnose.doctor.roles import Role, Roles
+from torchwhere.diagnose.doctor.call_patterns import Role, Roles, sequence
 from torchwhere.diagnose.doctor.waits import Wait
 
 _VOTERS = 64  # ranks, spread over the job

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.windows import CallWindow
+from torchwhere.diagnose.calls.stream_calls import CallWindow
 
 _NEARBY = 64  # calls before and after that are searched for a swapped call
 _TIMES = 3  # earlier agreements that are required if no steps are counted

@@ -27,12 +27,16 @@ import numpy.typing as npt
 from torchwhere.core.events import Event, Kind
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.stream_calls import StreamCalls
-from torchwhere.diagnose.calls.windows import CallWindow
+from torchwhere.diagnose.calls.stream_calls import CallWindow, StreamCalls
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
-from torchwhere.diagnose.doctor.common_clock import Trust, by_one_clock
-from torchwhere.diagnose.doctor.cpu_contention import CpuContention, cpu_contention
-from torchwhere.diagnose.doctor.lateness import Lost, lost
+from torchwhere.diagnose.doctor.lateness import (
+    CpuContention,
+    Lost,
+    Trust,
+    by_one_clock,
+    cpu_contention,
+    lost,
+)
 
 _ROUNDS = 50  # examined at the end of the run; then twice as many, and so on
 _COST = 0.15  # share of the job's time; less is not reported

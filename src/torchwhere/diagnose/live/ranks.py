@@ -2,8 +2,8 @@
 
 `LiveRanks` keeps the results of earlier polls. The caller passes the time. A rank is stalled if it
 has made no progress for longer than usual: `stall_s`, or a few of its own steps if they take
-longer. `waiting.py` finds which ranks wait for which. This is a quick first estimate for every
-rank; the verdict of the doctor takes longer and gives the reason.
+longer. A stalled rank waits for the ranks that have not issued its last collective. This is a quick
+first estimate for every rank; the verdict of the doctor takes longer and gives the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.live.waiting import waiting_ranks
 from torchwhere.processes.status import ProcessStatus
 
 # `torchwhere top` marks a rank that makes no progress for this long: within two seconds of the
@@ -242,3 +241,48 @@ def _speed(track: _Track, state: State, now_s: float, *, is_stalled: bool) -> fl
     if state in (State.DEAD, State.FINISHED):
         return None
     return 0.0 if is_stalled else track.steps_per_s(now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The ranks that each rank waits for."""
+
+    waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def blamed(self) -> frozenset[int]:
+        """Ranks that others wait for and that do not wait themselves; in a cycle, all of it."""
+        # thousands of ranks may share one tuple of thousands
+        shared = {id(others): others for others in self.waits.values()}
+        awaited = {other for others in shared.values() for other in others}
+        return frozenset(awaited - set(self.waits) or awaited)
+
+    def of(self, ranks: set[int]) -> Waiting:
+        """Only the waits of these ranks."""
+        return Waiting({rank: others for rank, others in self.waits.items() if rank in ranks})
+
+
+def waiting_ranks(boxes: Mapping[int, LiveBox], still: Iterable[int]) -> Waiting:
+    """The ranks among `still` whose last collective other members have not reached."""
+    behind: dict[tuple[object, int], tuple[int, ...]] = {}  # many ranks wait in the same call
+    waits = {}
+    for rank in still:
+        issued = boxes[rank].arrived()
+        if issued is None:
+            continue
+        key = issued.stream, issued.number
+        if key not in behind:
+            behind[key] = _behind(issued, boxes)
+        if behind[key]:
+            waits[rank] = behind[key]
+    return Waiting(waits)
+
+
+def _behind(issued: Issued, boxes: Mapping[int, LiveBox]) -> tuple[int, ...]:
+    """Members that have not reached the call. Ranks without a box are unknown and left out."""
+    stream = issued.stream
+    members = (stream.source, stream.destination) if stream.source >= 0 else issued.group.ranks
+    return tuple(
+        rank
+        for rank in members
+        if rank in boxes and boxes[rank].counts().get(stream, 0) <= issued.number
+    )

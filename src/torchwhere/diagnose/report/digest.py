@@ -1,7 +1,7 @@
 """Collects the data of a report from each box: steps, module times, phases, compilations.
 
-The workers that load the boxes (`diagnose/calls/load.py`) pass each box to a `Digest` and send it
-back with their batch of calls. A box of a thousand records takes 0.04 ms, one with module events
+The workers that load the boxes (`diagnose/calls/job_calls.py`) pass each box to a `Digest` and send
+it back with their batch of calls. A box of a thousand records takes 0.04 ms, one with module events
 0.4 ms.
 """
 

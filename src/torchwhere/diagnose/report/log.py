@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
-from torchwhere.blackbox.groups import text_of
+from torchwhere.blackbox.string_table import text_of
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.diff import logs
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.run import RunSummary
-from torchwhere.core.interner import Interner
+from torchwhere.blackbox.string_table import Group
+from torchwhere.core.grouping import Interner
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls

@@ -17,7 +17,7 @@ from torchwhere.blackbox.reader import BoxReader, read_or_empty
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.progress import Progress, ProgressCounter
+from torchwhere.core.worker_pool import Progress, ProgressCounter
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, arrivals, times_ns
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.clocks import Aligner, Clocks, thinned

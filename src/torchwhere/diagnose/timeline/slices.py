@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.core.events import Kind
-from torchwhere.core.row_ids import per_distinct
+from torchwhere.core.grouping import per_distinct
 from torchwhere.diagnose.clocks.arrivals import (
     NEVER,
     ClockStream,

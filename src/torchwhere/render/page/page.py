@@ -17,8 +17,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from torchwhere.render.page.escape import inert_html
-from torchwhere.render.page.front import front_html, missing_html, settings_html
+from torchwhere.render.page.front import front_html, inert_html, missing_html, settings_html
 
 # In this order: each script may use those before it.
 SCRIPTS = (

@@ -68,7 +68,7 @@ from torchwhere.render.verdict_text import (
 )
 from torchwhere.render.verdict_text.gpu import gpu_text, unknown_gpu_text
 from torchwhere.render.verdict_text.memory import out_of_memory_text
-from torchwhere.render.verdict_text.rank_details import detail_text
+from torchwhere.render.verdict_text.phrases import detail_text
 
 
 def verdict_of(diagnosis: Diagnosis) -> Verdict:

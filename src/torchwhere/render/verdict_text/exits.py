@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.exit_records import survived_exception
-from torchwhere.diagnose.doctor.rank_exits import ExitReason
+from torchwhere.diagnose.doctor.exit_records import ExitReason, survived_exception
 from torchwhere.diagnose.doctor.rules.exited import (
     ExitedBeforeOthers,
     ExitedRanks,
@@ -19,17 +18,15 @@ from torchwhere.diagnose.doctor.waits import Wait
 from torchwhere.render.verdict_text.failures import device_errors_text
 from torchwhere.render.verdict_text.missing import waiting_text
 from torchwhere.render.verdict_text.phrases import (
+    NO_EXIT_RECORD,
+    detail_text,
+    exit_text,
     first_line,
     issued_call,
     op_text,
     place_text,
-    survived_text,
-)
-from torchwhere.render.verdict_text.rank_details import (
-    NO_EXIT_RECORD,
-    detail_text,
-    exit_text,
     rank_detail_text,
+    survived_text,
 )
 
 _MOST_KINDS = 4  # of exits

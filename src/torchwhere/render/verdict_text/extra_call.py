@@ -6,8 +6,13 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.rules.extra_call import ExtraCall
 from torchwhere.diagnose.doctor.stacks import holding
-from torchwhere.render.verdict_text.phrases import in_place, issued_call, op_text, place_text
-from torchwhere.render.verdict_text.rank_details import hold_text
+from torchwhere.render.verdict_text.phrases import (
+    hold_text,
+    in_place,
+    issued_call,
+    op_text,
+    place_text,
+)
 
 _MOST_RANKS = 4  # that have a line of their own
 

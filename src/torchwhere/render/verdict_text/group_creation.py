@@ -6,8 +6,7 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.render.verdict_text.phrases import in_place
-from torchwhere.render.verdict_text.rank_details import detail_text
+from torchwhere.render.verdict_text.phrases import detail_text, in_place
 
 _INIT = "init_process_group"
 _MOST_RANKS = 4  # that have a line of their own

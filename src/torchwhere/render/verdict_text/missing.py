@@ -15,11 +15,11 @@ from torchwhere.render.verdict_text.phrases import (
     in_place,
     issued_call,
     op_text,
+    rank_detail_text,
     step_text,
     survived_text,
     tensors_text,
 )
-from torchwhere.render.verdict_text.rank_details import rank_detail_text
 
 _MOST_RANKS = 4  # that have a line of their own
 

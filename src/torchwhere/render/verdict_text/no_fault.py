@@ -19,8 +19,7 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
-from torchwhere.render.verdict_text.phrases import first_line, in_place, op_text
-from torchwhere.render.verdict_text.rank_details import rank_detail_text
+from torchwhere.render.verdict_text.phrases import first_line, in_place, op_text, rank_detail_text
 
 _SUSPECT_NETWORK = (
     "Likely cause: the network or a device. Look at: the flight recorder dump, the NCCL log, the"
