@@ -2,7 +2,8 @@
 
 `LiveRanks` keeps the results of earlier polls. The caller passes the time. A rank is stalled if it
 has made no progress for longer than usual: `stall_s`, or a few of its own steps if they take
-longer. A stalled rank waits for the ranks that have not issued its last collective. This is a quick
+longer. A stalled rank waits for the ranks that have not reached the last collective that it has
+reached: a CPU reaches it when it issues it, a device when it comes to it. This is a quick
 first estimate for every rank; the verdict of the doctor takes longer and gives the reason.
 """
 
