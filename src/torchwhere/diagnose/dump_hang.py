@@ -318,14 +318,23 @@ class _Search:
         return self.progress.ranks[rank].messages.get(stream, MessageCount())
 
     def _absent(self, roots: list[Root]) -> Finding | None:
-        """The one rank without a dump that several others may wait for: a process that is stopped
-        or dead writes no dump. One rank against one proves nothing."""
+        """The one rank without a dump that several others wait for: a process that is stopped or
+        dead writes no dump.
+
+        One rank against one proves nothing. On a device, the others must be known to have reached
+        their calls: otherwise one of them may be the cause, and the dump only was not collected.
+        """
         absent = {self.progress.absent(self.graph.call(root[0])) for root in roots}
         compares_order = any(self.graph.later.values())
         if len(absent) > 1 or compares_order or any(len(root) > 1 for root in roots):
             return None
         ranks, meeting = absent.pop(), roots[0][0]
-        if len(ranks) != 1 or sum(len(self.graph.ranks_in[root[0]]) for root in roots) < 2:
+        waiting = [rank for root in roots for rank in self.graph.ranks_in[root[0]]]
+        have_reached = all(
+            self.graph.ranks[rank].has_timing or self.graph.ranks[rank].is_of_gloo
+            for rank in waiting
+        )
+        if len(ranks) != 1 or len(waiting) < 2 or not have_reached:
             return None
         wait = self.waits[self.graph.ranks_in[meeting][0]]
         return Finding(

@@ -53,6 +53,7 @@ class RankProgress:
     issued: Mapping[str, int]  # the number of issued collectives of each group, where known
     messages: Mapping[MessageStream, MessageCount]
     has_timing: bool
+    is_of_gloo: bool  # the CPU itself waits in a call, so a pending call is one that it has reached
     counts_messages: bool  # whether it lists all messages from the first one
 
     @cached_property

@@ -39,6 +39,7 @@ def job_progress(run: Dumps) -> JobProgress:
             issued=_issued(box, groups[rank], used),
             messages=box.messages,
             has_timing=box.has_timing,
+            is_of_gloo=box.is_of_gloo,
             counts_messages=not box.lists_only_active and not box.lost_messages,
         )
         for rank, box in run.dumps.items()

@@ -155,6 +155,11 @@ def _unknown_text(cause: IncompleteCall) -> list[str]:
             " be complete there, or not issued"
         )
     suspects = ranks_phrase(sorted({*cause.ranks, *cause.unknown, *cause.absent}))
+    if len(cause.absent) == 1:
+        lines.append(
+            f"Look at {ranks_phrase(cause.absent)} first: a process that is stopped or dead writes"
+            " no dump."
+        )
     return [
         *lines,
         (
