@@ -125,7 +125,7 @@ def run(name: str, victim: int, rank: int, folder: str) -> None:
     if enter is not None:
         enter(around_name(folder), victim, rank)
     if BACKEND == "nccl":
-        share_gpu(rank)
+        share_gpu(rank, folder)
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group(
         BACKEND, store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
@@ -138,10 +138,14 @@ def run(name: str, victim: int, rank: int, folder: str) -> None:
             torch.cuda.synchronize()  # as a job does that reads its loss
 
 
-def share_gpu(rank: int) -> None:
-    """Let this rank use the GPU that the other ranks use. NCCL refuses two ranks on one GPU of one
-    host, and tells hosts apart by `NCCL_HOSTID`."""
+def share_gpu(rank: int, folder: str) -> None:
+    """Let this rank use the GPU that the other ranks use, through the daemon of this job: a client
+    that is killed may end the other clients of its daemon.
+
+    NCCL refuses two ranks on one GPU of one host, and tells hosts apart by `NCCL_HOSTID`.
+    """
     os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = f"{folder}/pipe"
     torch.cuda.set_device(0)
     torch.set_default_device("cuda")
 

@@ -115,6 +115,15 @@ def test_timing_and_order(dumps: Path, tmp_path: Path, job: str, kind: str) -> N
     assert conclusion(diagnosed(tmp_path, started)) == TABLE[job][0]
 
 
+@pytest.mark.parametrize("kind", ["all", "active"])
+def test_timing_and_a_rank_without_a_dump(dumps: Path, tmp_path: Path, kind: str) -> None:
+    """If all ranks with a dump have reached the call, the rank without a dump is named."""
+    ranks = read(dumps / "stopped" / kind)
+    assert VICTIM not in ranks
+    started = {rank: with_timing(dump, has_reached=True) for rank, dump in ranks.items()}
+    assert conclusion(diagnosed(tmp_path, started)) == ("missing", (VICTIM,))
+
+
 def test_timing_on_all_ranks(dumps: Path, tmp_path: Path) -> None:
     """If all devices have started a call, no rank is named: the network is the likely cause."""
     ranks = read(dumps / "endless_ddp" / "active")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +56,17 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
     try:
         yield environment
     finally:
-        # kernels that do not end would keep the server
-        subprocess.run(["pkill", "-9", "-f", "nvidia-cuda-mps"], check=False)
+        _kill_daemon(environment["CUDA_MPS_PIPE_DIRECTORY"])
+
+
+def _kill_daemon(pipe: str) -> None:
+    """Kill the daemon with this pipe and its server. Kernels that do not end would keep them. The
+    daemons of other jobs stay."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            is_daemon = (entry / "comm").read_text().startswith("nvidia-cuda-mps")
+            if is_daemon and pipe.encode() in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 @contextmanager

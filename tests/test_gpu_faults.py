@@ -18,6 +18,7 @@ from faulty_jobs import FAULTS, STALL_S
 from test_doctor import Nursery, kill, wait_for_verdict
 from test_gpu import mps
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.native.load import SWITCH
 from torchwhere.pipeline.verdict import diagnose_folder
 
 pytestmark = [
@@ -31,7 +32,10 @@ NOT_ON_NCCL = {
     "recv_from_any_rank",  # NCCL cannot receive from any rank
     "oom_kill",  # a limit of the CPU's memory
     "cable_pulled",  # all ranks share one network interface
+    "wrong_peer",  # NCCL connects pairs at the first message: the ring deadlocks without a fault
 }
+# on NCCL a rank may be in several collectives, so the rank that left is missing from one of them
+KINDS_ON_NCCL = dict.fromkeys(("leaves_loop_early", "leaves_mesh_loop_early"), ("missing",))
 NAMES = [name for name in FAULTS if name not in NOT_ON_NCCL]
 
 
@@ -41,9 +45,8 @@ def verdicts(
 ) -> Iterator[dict[str, Future[list[Verdict]]]]:
     """For each fault two verdicts: live, and after all processes were killed."""
     folder = tmp_path_factory.mktemp("faults")
-    (folder / "mps").mkdir()
-    with mps(folder / "mps") as environment, pytest.MonkeyPatch.context() as patch:
-        for name, value in (environment | {"TORCHWHERE_TEST_BACKEND": "nccl"}).items():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("TORCHWHERE_TEST_BACKEND", "nccl"), (SWITCH, "1")):
             patch.setenv(name, value)
         nursery = Nursery()
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -57,12 +60,13 @@ def verdicts(
 
 def _diagnose(nursery: Nursery, name: str, folder: Path) -> list[Verdict]:
     folder.mkdir()
-    with nursery.lock:
-        pids = nursery.start(name, VICTIM, folder)
-    try:
-        live = wait_for_verdict(folder / "run", FAULTS[name][1], most_s=45)
-    finally:
-        kill(pids[::-1])
+    with mps(folder):
+        with nursery.lock:
+            pids = nursery.start(name, VICTIM, folder)
+        try:
+            live = wait_for_verdict(folder / "run", FAULTS[name][1], most_s=45)
+        finally:
+            kill(pids[::-1])
     return [live, diagnose_folder(folder / "run", stall_s=STALL_S)]
 
 
@@ -73,5 +77,5 @@ def test_fault(name: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
         pytest.skip("not among TORCHWHERE_FAULTS")
     expected = FAULTS[name][1]
     for verdict in verdicts[name].result():
-        assert verdict.kind in expected.kinds, verdict
+        assert verdict.kind in (*expected.kinds, *KINDS_ON_NCCL.get(name, ())), verdict
         assert set(verdict.culprits) == expected.culprits(VICTIM), verdict
