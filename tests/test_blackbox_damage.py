@@ -55,7 +55,7 @@ def sample() -> Sample:
         names = {1: (int(EntryType.META), json.dumps(META))}
         records, texts = {}, {}
         for number in range(100):
-            kind = Kind(number % len(Kind) + 1)
+            kind = list(Kind)[number % len(Kind)]
             sort = EntryType(number % 9 + 2)
             name = name_of(sort, number)
             entry = box.intern(sort, name)

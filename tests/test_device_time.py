@@ -331,10 +331,10 @@ def test_report(runs: Path) -> None:
     ranks = report["ranks"]
     places = [ranks["devices"][at] for at in ranks["device"]]
     assert places == [
-        "backward of layers.0.0",
-        "backward of layers.0.0",
-        "outside any module",
-        "backward of layers.0.0",
+        "backward of layers.0.0, nccl_jobs.py:35",
+        "backward of layers.0.0, nccl_jobs.py:35",
+        "outside any module, nccl_jobs.py:36",
+        "backward of layers.0.0, nccl_jobs.py:35",
     ]
     assert ranks["device_step"] == [6, 6, 6, 6]
     (group,) = report["collectives"]
@@ -361,7 +361,7 @@ def test_page(runs: Path, tmp_path: Path, chromium: Browser) -> None:
         assert opened.errors == []
         assert "rank 2 in 29 steps" in opened.page.inner_text("#device .body")
         card = opened.page.inner_text("#ranks .card .facts").split("\n")
-        assert card[card.index("device") + 1] == "outside any module, step 29"
+        assert card[card.index("device") + 1] == "outside any module, nccl_jobs.py:36, step 29"
         assert "CPU" in card
 
 

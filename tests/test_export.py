@@ -13,6 +13,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from torchwhere.api.export import export
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, TEXT
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.events import KIND_LABELS, Event, json_text
+from torchwhere.core.events import KIND_LABELS, Event, Kind, json_text
 
 PAGE = (Path(__file__).parent.parent / "docs" / "export.md").read_text()
 LONE = "\ud800"  # a lone surrogate: valid in JSON, invalid in UTF-8
@@ -118,6 +119,7 @@ def eventful(folder: Path) -> None:
         for report in (session.cuda_graph_hook.begins, session.cuda_graph_hook.ends):
             report(optimizer)  # any object stands for a CUDA graph
         session.cuda_graph_hook.replays(optimizer)
+        session.recorder.box.record(Kind.MEMORY, time.monotonic_ns())
         with contextlib.suppress(RuntimeError):
             model(torch.ones(2, 5))
 

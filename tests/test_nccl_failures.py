@@ -82,7 +82,7 @@ def test_sentences(runs: Path) -> None:
             " encountered."
         ),
         "  its last place: forward of <root>, nccl_jobs.py:93, step 7",
-        "  rank 2, device: last reached outside any module, step 6",
+        "  rank 2, device: last reached outside any module, nccl_jobs.py:100, step 6",
         (
             "Likely cause: a kernel reads or writes outside of its tensors. The CPU may learn of it"
             " later than at the failing line. Look at: the log of rank 2 and a run with"

@@ -280,7 +280,7 @@ class Box(Shown):
         if kind in (Kind.OPTIMIZER, Kind.COMPILE_END):
             return {"what": self.name(int(row["subject"]))}
         if kind is Kind.MEMORY:
-            return _memory_fields(row)
+            return file_format.memory_fields(row)
         if kind is Kind.COMPILE_BEGIN:
             fields = json_object(self.text(int(row["extra"]))) if row["extra"] else {}
             return {"what": self.name(int(row["subject"]))} | fields
@@ -377,16 +377,6 @@ class Box(Shown):
             )
             self._counter_words = words[words[:, 0] != 0].tolist()
         return self._counter_words
-
-
-def _memory_fields(row: Any) -> dict[str, Any]:
-    amounts, unit = int(row["extra"]), file_format.MEMORY_UNIT_BYTES
-    return {
-        "allocated_bytes": (amounts & file_format.MEMORY_MASK) * unit,
-        "reserved_bytes": (amounts >> file_format.MEMORY_RESERVED_SHIFT) * unit,
-        "peak_bytes": int(row["subject"]) * unit,
-        "peak_is_exact": not row["flags"] & file_format.FLAG_AT_LEAST,
-    }
 
 
 def _section(path: Path, at: int, length: int) -> bytes:

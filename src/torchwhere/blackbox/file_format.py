@@ -243,6 +243,17 @@ def unpack_record(data: bytes) -> Record | None:
     return Record._make(RECORD.unpack(data[:-4]))
 
 
+def memory_fields(row: Any) -> dict[str, Any]:
+    """The fields of a memory record."""
+    amounts, unit = int(row["extra"]), MEMORY_UNIT_BYTES
+    return {
+        "allocated_bytes": (amounts & MEMORY_MASK) * unit,
+        "reserved_bytes": (amounts >> MEMORY_RESERVED_SHIFT) * unit,
+        "peak_bytes": int(row["subject"]) * unit,
+        "peak_is_exact": not row["flags"] & FLAG_AT_LEAST,
+    }
+
+
 def pack_entry(entry_id: int, entry_type: int, payload: bytes) -> bytes:
     """One entry of the table."""
     return _sealed(ENTRY.pack(ENTRY_MARK, entry_id, entry_type, len(payload), 0), payload)

@@ -106,14 +106,14 @@ class DifferentOrder(Cause):
 
 def find_dump_hang(context: Context, progress: JobProgress) -> tuple[Context, Finding]:
     """Find what the dumps show; returns also the context with the waits that they show."""
-    search = _Search(context, CallGraph(progress))
+    search = _HangSearch(context, CallGraph(progress))
     context = replace(context, waits=search.waits)
     deadlock = find_deadlock(context) if search.lacks_calls() else None
     return context, search.missing() or deadlock or search.on_devices()
 
 
 @dataclass(frozen=True)
-class _Search:
+class _HangSearch:
     context: Context
     graph: CallGraph
 
@@ -302,9 +302,8 @@ class _Search:
             if stream[1] == rank and count.largest_bytes >= own.largest_bytes
         ]
         most, stream = max(streams, default=(0, meeting))
-        return (
-            (stream, most) if most > (own.completed if unreceived is None else unreceived) else None
-        )
+        own_most = own.completed if unreceived is None else unreceived
+        return (stream, most) if most > own_most else None
 
     def _unreceived(self, stream: MessageStream) -> int | None:
         """How many completed sends of a stream have not been received; None if unknown."""

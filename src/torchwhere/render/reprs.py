@@ -34,18 +34,12 @@ from torchwhere.diagnose.groups import Groups
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
 from torchwhere.diagnose.phases import PhaseRow, Phases
 from torchwhere.render import html as page
+from torchwhere.render import phases as phases_view
 from torchwhere.render.diff import diff_lines
 from torchwhere.render.fact_text import fact_text
 from torchwhere.render.layout import layout_text, layouts_lines
 from torchwhere.render.layout_html import layout_html
 from torchwhere.render.lines import Cell, Column, Line, as_text, plain
-from torchwhere.render.phases import (
-    phases_device,
-    phases_lines,
-    phases_remarks,
-    phases_table,
-    phases_title,
-)
 from torchwhere.render.text import (
     comms_lines,
     comms_table,
@@ -281,11 +275,13 @@ def _phase_row_line(row: PhaseRow) -> str:
 
 def _phases_html(phases: Phases) -> str:
     if not phases.rows:
-        return page.fragment(page.lines(phases_lines(phases, width=None)))
+        return page.fragment(page.lines(phases_view.phases_lines(phases, width=None)))
     return page.fragment(
-        page.paragraph(phases_title(phases), style="bold"),
-        page.table(*phases_table(phases)),
-        page.lines([*phases_remarks(phases), *phases_device(phases, width=None)]),
+        page.paragraph(phases_view.phases_title(phases), style="bold"),
+        page.table(*phases_view.phases_table(phases)),
+        page.lines(
+            [*phases_view.phases_remarks(phases), *phases_view.phases_device(phases, width=None)]
+        ),
     )
 
 
@@ -388,7 +384,7 @@ VIEWS: dict[type, ResultView] = {
     RankReport: ResultView(_rank_report_line, _rank_report_text),
     Comms: ResultView(_comms_line, _whole_text(comms_lines), _comms_html),
     CommsNode: ResultView(_comms_node_line),
-    Phases: ResultView(_phases_line, _whole_text(phases_lines), _phases_html),
+    Phases: ResultView(_phases_line, _whole_text(phases_view.phases_lines), _phases_html),
     PhaseRow: ResultView(_phase_row_line),
     Groups: ResultView(_groups_line, _groups_text, _groups_html),
     Layout: ResultView(text=layout_text, html=layout_html),

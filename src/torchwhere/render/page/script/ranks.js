@@ -101,7 +101,7 @@ function rankFacts(report, at, details) {
     ["last call", last ? [name(last), number === null ? "" : ` #${number}`] : null],
     ["last record", ageText(ranks.age_ms[at])],
     ["memory", details && details.memory ? name(details.memory, { mono: false }) : null],
-    ["device", (details && details.gpus ? details.gpus : []).map((gpu) => [name(gpu, { mono: false }), "  "])],
+    ["GPU", (details && details.gpus ? details.gpus : []).map((gpu) => [name(gpu, { mono: false }), "  "])],
     ["host", [name(ranks.hosts[ranks.host[at]]), ranks.pid[at] === null ? "" : `, pid ${ranks.pid[at]}`]],
     [
       "groups",
@@ -159,7 +159,7 @@ function shortPath(line, folder) {
 function eventTable(events, isWide) {
   const place = (row) => name(row[3], { longest: 90 });
   const event = (row) => [
-    el("span", { class: "kind" }, row[1], " "),
+    el("span", { class: "kind" }, name(row[1], { longest: 40, mono: false }), " "),
     name(row[2], { longest: 120 }),
     isWide ? null : el("div", { class: "kind" }, place(row)),
   ];
