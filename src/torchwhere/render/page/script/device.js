@@ -72,7 +72,7 @@ function deviceLegend() {
 function deviceRemarks(device) {
   const open = device.usual.reduce((sum, row) => sum + row.open_calls, 0);
   const ends = `The end of ${plural(open, "collective")} was not recorded. Each counts only until the last device reached it. `;
-  return el("p", { class: "aside" }, open ? ends : "", `Devices are compared by ${device.clocks}.`);
+  return el("p", { class: "aside" }, open ? ends : "", "Devices are compared by ", name(device.clocks, { mono: false }), ".");
 }
 
 function deviceMap(device, part) {
