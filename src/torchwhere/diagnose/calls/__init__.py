@@ -21,6 +21,6 @@ things have equal ids in all boxes that one encoder reads. It sorts the calls of
 (`order.py`) and stores them in a `CallBatch`: arrays of all ranks, plus the meaning of each local
 id that is new. `JobCalls` translates the local ids of every encoder to `SharedIds`. From then on
 two ranks issued the same call exactly if two integers are equal (`StreamCalls.packed_ids`), and
-`windows.py` compares thousands of ranks as matrices. `rebase.py` repairs the numbers of calls if
-some ranks began to count late.
+windows of calls (`stream_calls.py`) compare thousands of ranks as matrices. `doctor/examine.py`
+repairs the numbers of calls if some ranks began to count late.
 """

@@ -33,7 +33,7 @@ _BYTES = re.compile(r'"bytes": ?(\d{1,18})[,}]')
 
 
 class StreamKey(NamedTuple):
-    """Names a stream as `blackbox.groups.StreamName` does, by the id of the group."""
+    """Names a stream as `blackbox.string_table.StreamName` does, by the id of the group."""
 
     group: int
     source: int = -1

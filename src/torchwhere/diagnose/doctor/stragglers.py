@@ -7,9 +7,8 @@ machine any rank is late now and then: the same ranks must be late so often that
 explains it, and still be late.
 
 Arrivals are compared by the clocks of the hosts, aligned as well as possible: a rank is late
-against ranks of other hosts only by much more than the clock error (`common_clock.py`). A rank that
-may be late because it lacks a CPU (`cpu_contention.py`) is named only after a longer time. The
-verdict is `inferred`.
+against ranks of other hosts only by much more than the clock error. A rank that may be late because
+it lacks a CPU is named only after a longer time (`lateness.py`). The verdict is `inferred`.
 """
 
 from __future__ import annotations
