@@ -230,6 +230,7 @@ class Session:
         sentences = self._installation.install(self._parts(model))
         try:
             self._groups.refresh()
+            self._threads.here().ready()  # now, not at the first call of a module
             self.recorder.event(Kind.START, text={TEXT_FIELD[Kind.START]: " ".join(sys.argv)})
             self.recorder.begin_step()
             self.phases.step_begins()
