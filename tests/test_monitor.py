@@ -217,7 +217,7 @@ def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
         host.started_ns = 0
         host.run = read_run(tmp_path)
         for box in host.run.boxes.values():
-            box.meta["pid"] += 1
+            box.meta["pid"] += 1000
     assert started.read() is None
     assert by_hand.read() is not None
 

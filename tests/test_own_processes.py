@@ -3,8 +3,10 @@ groups."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from torchwhere.api import watch
 from torchwhere.blackbox.run import BoxRun, read_run
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.pipeline.verdict import diagnose_folder
-from warm_python import Program, WarmPython
+from warm_python import Ended, Program, WarmPython
 
 ENVIRONMENT = {
     name: value
@@ -163,6 +165,109 @@ def test_names_are_settled(warm: WarmPython, tmp_path: Path) -> None:
         programs.clear()
     assert [(code, errors) for code, _, errors in ended] == [(0, ""), (0, "")]
     assert names(tmp_path / "run") == ["rank0.box", "rank1.box"]
+
+
+# -- the monitor -----------------------------------------------------------------------------------
+
+# As mpirun does it: the launcher sets the rank, the script sets MASTER_ADDR. The last rank hangs in
+# step `hang`.
+OWN_ADDRESS = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+port, hang = sys.argv[1:]
+while not list(Path("run").glob("monitor-*.json")):  # the monitor has read the boxes
+    time.sleep(0.01)
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+rank, world = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+dist.init_process_group("gloo", rank=rank, world_size=world)
+for step in range(8):
+    if rank == world - 1 and step == int(hang):
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4))
+    time.sleep(0.5)
+print("done")
+dist.destroy_process_group()
+"""
+
+# As Lightning does it: the first process sets the variables and starts the others as processes of
+# its own, which take a while to start.
+STARTS_OTHERS = """
+import os, subprocess, sys, time
+import torch, torch.distributed as dist
+
+is_child = "LOCAL_RANK" in os.environ
+if is_child:
+    time.sleep(5)
+else:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": sys.argv[1]}
+    os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    child = subprocess.Popen(
+        [sys.executable, *sys.argv], env=os.environ | {"LOCAL_RANK": "1"}
+    )
+rank = int(os.environ["LOCAL_RANK"])
+dist.init_process_group("gloo", rank=rank, world_size=2)
+for step in range(8):
+    dist.all_reduce(torch.ones(4))
+    time.sleep(0.5)
+dist.destroy_process_group()
+if not is_child:
+    print("child", child.wait())
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def run_with_mpi_variables(warm: WarmPython, folder: Path, *options: str, hang: int) -> list[Ended]:
+    (folder / "train.py").write_text(OWN_ADDRESS)
+    port = free_port()
+    command = ("-m", "torchwhere", "run", "--out", "run", *options, "train.py", port, hang)
+    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    programs = [
+        warm.start(
+            *command,
+            cwd=folder,
+            env=ENVIRONMENT
+            | mpi
+            | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    return [program.end() for program in programs]
+
+
+def test_address_set_by_the_script(warm: WarmPython, tmp_path: Path) -> None:
+    """The monitor sees a hang in a job whose script sets MASTER_ADDR after the monitor has read the
+    boxes."""
+    ranks = run_with_mpi_variables(warm, tmp_path, "--stall", "4", "--end-with", "SIGKILL", hang=3)
+    assert [rank.returncode for rank in ranks] == [-9, -9]
+    saved = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (saved["kind"], saved["culprits"], saved["certainty"]) == ("missing", [1], "exact")
+    assert saved["collective"]["number"] == 3
+
+
+def test_healthy_job_that_sets_the_address(warm: WarmPython, tmp_path: Path) -> None:
+    """The monitor reports nothing about a healthy job whose script sets MASTER_ADDR itself."""
+    ranks = run_with_mpi_variables(warm, tmp_path, "--stall", "2", "--end-with", "SIGKILL", hang=-1)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "torchwhere" not in ranks[0].stderr + ranks[1].stderr
+    assert not (tmp_path / "run" / "verdict.json").exists()
+
+
+def test_process_that_waits_for_its_children(warm: WarmPython, tmp_path: Path) -> None:
+    """A process that waits in init_process_group for processes that it has started is not reported
+    and not ended, although no other rank has a box."""
+    (tmp_path / "train.py").write_text(STARTS_OTHERS)
+    command = ("-m", "torchwhere", "run", "--out", "run", "--stall", "1", "--end-with", "SIGTERM")
+    done = warm.run(*command, "train.py", free_port(), cwd=tmp_path, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout) == (0, "child 0\n")
+    assert "HANG" not in done.stderr
+    assert not (tmp_path / "run" / "verdict.json").exists()
 
 
 # -- a watch that cannot begin ---------------------------------------------------------------------
