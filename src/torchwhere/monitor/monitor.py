@@ -128,7 +128,10 @@ class Monitor:
 
     def _look(self) -> bool:
         """Look at the processes and save what they show. Returns True if one has exited."""
+        had_run = self.host.run is not None
         has_exit = self.host.look()
+        if self.host.run is not None and not had_run:
+            self._output.set_aside(self.host.run)
         is_due = time.monotonic() - self._saved_at > SAVE_S
         if self.host.run is not None and (has_exit or is_due):
             self._save_statuses()

@@ -131,7 +131,13 @@ def _blame(context: Context, pending: PendingGroup) -> _Blame | None:
     if not absent:
         are_all = len(there) == len(context.job_calls.by_rank)
         return _Blame(VerdictKind.TOGETHER) if are_all else None
-    gone = tuple(rank for rank in absent if context.state(rank) in (State.DEAD, State.FINISHED))
+    since_ns = pending.creation.since_ns
+    gone = tuple(
+        rank
+        for rank in absent
+        if context.state(rank) in (State.DEAD, State.FINISHED)
+        and not context.was_missing(rank, since_ns=since_ns)
+    )
     if gone:
         return _Blame(VerdictKind.DEAD, gone)
     if all(rank in context.waits for rank in absent):  # each side waits for the other
