@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.processes.exit_waiter import ExitWaiter
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.read import saved_statuses
-from warm_python import Ended, WarmPython
+from warm_python import Ended, Program, WarmPython
 
 SCRIPT = """
 import sys, time
@@ -126,6 +127,75 @@ def test_a_wait_that_passes(warm: WarmPython, tmp_path: Path) -> None:
     assert [path.read_text() for path in (tmp_path / "run").glob("monitor-*.json")] == before
 
 
+HANGS = """
+import time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+for step in range(4):
+    if dist.get_rank() == 1 and step == 3:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def start_hang(warm: WarmPython, folder: Path) -> list[Program]:
+    """Start three ranks with a monitor, and wait until it has reported that rank 1 is missing."""
+    (folder / "train.py").write_text(HANGS)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    job = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"} | address
+    command = ("-m", "torchwhere", "run", "--out", "run", "--stall", "3", "train.py")
+    ranks = [
+        warm.start(
+            *command,
+            cwd=folder,
+            env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(3)
+    ]
+    while not (folder / "run" / "verdict.json").exists():
+        assert ranks[1].runs()
+        time.sleep(0.1)
+    return ranks
+
+
+@pytest.mark.parametrize(("order", "verb"), [((1, 0, 2), "was"), ((0, 2, 1), "is")])
+def test_hang_that_ends_rank_by_rank(
+    warm: WarmPython, tmp_path: Path, order: tuple[int, ...], verb: str
+) -> None:
+    """A reported hang stays the verdict after the ranks are killed one after the other: the rank
+    that was missing before it was killed is missing."""
+    ranks = start_hang(warm, tmp_path)
+    for rank in order:
+        ranks[rank].kill()
+        time.sleep(3)  # the monitor examines the run after each exit
+    errors = "".join(rank.end().stderr for rank in ranks)
+    folder = tmp_path / "run"
+    saved = json.loads((folder / "verdict.json").read_text())
+    assert (saved["kind"], saved["culprits"]) == ("missing", [1])
+    history = [json.loads(line) for line in (folder / "verdicts.jsonl").read_text().splitlines()]
+    assert [(verdict["kind"], verdict["culprits"]) for verdict in history] == [("missing", [1])]
+    assert "DEAD" not in errors
+    after = diagnose_folder(folder, stall_s=3)
+    assert (after.kind, after.culprits) == ("missing", (1,))
+    assert any(f"rank 1 {verb} instead" in line for line in after.explanation)
+
+
+def test_verdict_of_an_earlier_run(warm: WarmPython, tmp_path: Path) -> None:
+    """A new run in the folder renames the verdict of the earlier run, and keeps it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("verdict.txt", "verdict.json", "verdicts.jsonl"):
+        (folder / name).write_text("of an earlier run")
+    done = launch_ranks(warm, tmp_path, -1, "--stall", "5")
+    assert (done.returncode, done.stdout.count("done")) == (0, 2)
+    names = sorted(re.sub(r"\d{8}T\d{6}", "TIME", path.name) for path in folder.glob("verdict*"))
+    assert names == ["verdict.TIME.json", "verdict.TIME.txt", "verdicts.TIME.jsonl"]
+    assert all(path.read_text() == "of an earlier run" for path in folder.glob("verdict*"))
+
+
 def test_healthy_job_gets_no_output(warm: WarmPython, tmp_path: Path) -> None:
     """For a healthy job the monitor prints nothing and exits with it, and the doctor calls it
     healthy."""
@@ -217,7 +287,7 @@ def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
         host.started_ns = 0
         host.run = read_run(tmp_path)
         for box in host.run.boxes.values():
-            box.meta["pid"] += 1
+            box.meta["pid"] += 1000
     assert started.read() is None
     assert by_hand.read() is not None
 

@@ -199,7 +199,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         print(run)
     """
     run = box_runs.read_run(os.fspath(folder))
-    return Run(run.folder, run.boxes, run.earlier, run.unreadable)
+    return Run(run.folder, run.boxes, run.earlier, run.unreadable, run.unranked)
 
 
 def doctor(folder: str | os.PathLike[str], *, stall_s: float = STALL_S) -> Verdict:

@@ -11,6 +11,11 @@ def box_name(rank: int) -> str:
     return f"rank{rank}.box"
 
 
+def provisional_name(host: str, pid: int) -> str:
+    """The name of a box whose process does not know its rank yet."""
+    return f"process-{host}-{pid}.box"
+
+
 def fault_file(box: Path) -> Path:
     """Where a rank writes its stack when it crashes in C or when it gets a signal to do so."""
     return box.with_suffix(".fault")

@@ -128,7 +128,10 @@ class Monitor:
 
     def _look(self) -> bool:
         """Look at the processes and save what they show. Returns True if one has exited."""
+        had_run = self.host.run is not None
         has_exit = self.host.look()
+        if self.host.run is not None and not had_run:
+            self._output.set_aside(self.host.run)
         is_due = time.monotonic() - self._saved_at > SAVE_S
         if self.host.run is not None and (has_exit or is_due):
             self._save_statuses()
@@ -137,7 +140,7 @@ class Monitor:
         return has_exit
 
     def _is_stalled(self) -> bool:
-        paths = self.host.paths() if self.role.gives_verdicts else self.host.own_paths()
+        paths = self.host.run_paths() if self.role.gives_verdicts else self.host.own_paths()
         is_stalled = self.host.is_stalled(paths, stall_s=self.stall_s)
         return is_stalled and time.monotonic() - self._examined_at > self.stall_s / 2
 
@@ -146,8 +149,9 @@ class Monitor:
         start = time.monotonic()
         self._has_unexamined_exit = False
         self.role.request_snapshots()
-        read_ns, read_at = self._read_again()
-        if self.host.run is None:
+        read_ns, read_at, is_fresh = self._read_again()
+        if self.host.run is None or (self.host.is_running() and not is_fresh):
+            self._examined_at = time.monotonic()  # an old reading says nothing about a live job
             return
         inputs = self.role.inputs(self.host.run)
         saved = saved_statuses(self.folder) | inputs.saved | self.host.saved_statuses()
@@ -199,7 +203,7 @@ class Monitor:
         self.host.look_for_stacks(self.role.wanted_stacks)
         self._save_statuses()
         # After the look: the box of a process that has exited then holds its last events.
-        self._write_snapshot(*self._read_again())
+        self._write_snapshot(*self._read_again()[:2])
         run = self.host.run
         boxes = {rank: run.boxes[rank] for rank in self.host.own_ranks() if rank in run.boxes}
         self.role.send_report(boxes, self.host.statuses, is_last=is_last)
@@ -215,17 +219,17 @@ class Monitor:
 
     # -- saving ------------------------------------------------------------------------------------
 
-    def _read_again(self) -> tuple[int, float]:
-        """Read the boxes. Returns when that began, by the wall clock and the monotonic clock."""
+    def _read_again(self) -> tuple[int, float, bool]:
+        """Read the boxes. Returns when that began, by the wall clock and the monotonic clock, and
+        whether the run could be read."""
         now_ns = time.time_ns()
         now = time.monotonic()
-        self.host.read_again()
-        return now_ns, now
+        return now_ns, now, self.host.read_again()
 
     def _write_due_snapshot(self) -> None:
         changed_at = self.host.last_progress_at()
         if changed_at is not None and self._snapshot_writer.is_due(changed_at):
-            self._try(lambda: self._write_snapshot(*self._read_again()))
+            self._try(lambda: self._write_snapshot(*self._read_again()[:2]))
 
     def _write_snapshot(self, read_ns: int, read_at: float) -> None:
         """Save the last calls of this host's ranks, for a doctor that lacks a box.

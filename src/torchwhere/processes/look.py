@@ -76,6 +76,20 @@ def is_running(pid: int) -> bool:
     return bool(stat) and stat[0] not in _EXITED
 
 
+def is_descendant(box: BoxOrSummary, ancestor: int) -> bool:
+    """Whether the process of a box runs on this host, and `ancestor` started it directly or
+    indirectly."""
+    if box.meta.get("host") != socket.gethostname():
+        return False
+    stat = _own_stat(box)
+    while stat:
+        parent = int(stat[1])
+        if parent == ancestor:
+            return True
+        stat = _stat(parent)
+    return False
+
+
 class _Observer:
     """One look. Reads each OOM counter and lists each folder once: ranks share them."""
 

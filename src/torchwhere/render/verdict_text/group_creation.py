@@ -58,6 +58,15 @@ def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
             where,
             _no_data_text(len(context.no_data)),
         ]
+    if cause.is_alone:
+        return [
+            (
+                f"{waiting.capitalize()} waits in {creation} for other ranks, and no other rank has"
+                " a box."
+            ),
+            where,
+            f"The others may not have started yet. If they have, look at: {_NETWORK}.",
+        ]
     return [
         f"All {len(cause.there)} ranks wait in {creation}, and no rank is missing.",
         where,
