@@ -87,3 +87,10 @@ def test_the_first_step_has_no_speed(one_rank: None, tmp_path: Path) -> None:
         rate = diagnose_folder(tmp_path).facts["steps_per_s"]
         shown = RunPoller(tmp_path).poll().steps_per_s
     assert (rate, shown) == (None, None)
+
+
+def test_a_single_rank_is_not_plural(one_rank: None, tmp_path: Path) -> None:
+    """The verdict on a job of one rank does not speak of `All 1 ranks`."""
+    with torchwhere.watch(out=tmp_path):
+        torchwhere.step()
+    assert diagnose_folder(tmp_path).explanation[0].startswith("The only rank has finished.")

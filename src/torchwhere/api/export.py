@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol, cast
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import rows_of
+from torchwhere.blackbox.file_names import run_folder
 from torchwhere.blackbox.reader import BoxReader, read_or_empty
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary, summarize
@@ -142,7 +143,8 @@ def export(
     """
     target = _target(out)
     wanted = known_kinds(kinds)
-    files = box_files(os.fspath(folder))
+    folder = run_folder(folder)
+    files = box_files(folder)
     _refuse(target, force=force)
     with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)

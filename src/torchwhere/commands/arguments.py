@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchwhere.blackbox.file_names import run_folder
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import KIND_LABELS, json_text
 from torchwhere.core.sanitize import printable
@@ -102,7 +103,7 @@ def add_command(commands: Any, name: str, text: str, *, more: str = "") -> argpa
 
 
 def add_folder(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", help="folder of the run")
+    sub.add_argument("folder", type=run_folder, help="folder of the run, or one of its boxes")
 
 
 def add_ranks(sub: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from typing import Any
 
+from torchwhere.blackbox.file_names import run_folder
 from torchwhere.commands.arguments import (
     INTERRUPTED,
     add_command,
@@ -30,7 +31,11 @@ def add(commands: Any) -> None:
         more="Without a terminal it prints lines. Press ? for the keys, q to quit. Exit code: 0, or"
         " 2 if there is nothing to read.",
     )
-    sub.add_argument("folder", help="folder of the run; the screen waits until it exists")
+    sub.add_argument(
+        "folder",
+        type=run_folder,
+        help="folder of the run, or one of its boxes; the screen waits until the folder exists",
+    )
     sub.add_argument(
         "--interval",
         type=seconds,

@@ -4,6 +4,7 @@ cause."""
 from __future__ import annotations
 
 from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.pace import Pace
 from torchwhere.diagnose.doctor.rules.exited import TimedOutTogether
@@ -20,7 +21,13 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
-from torchwhere.render.verdict_text.phrases import first_line, in_place, op_text, rank_detail_text
+from torchwhere.render.verdict_text.phrases import (
+    all_ranks_text,
+    first_line,
+    in_place,
+    op_text,
+    rank_detail_text,
+)
 
 _SUSPECT_NETWORK = (
     "Likely cause: the network or a device. Look at: the flight recorder dump, the NCCL log, the"
@@ -47,18 +54,21 @@ def blocked_together_text(cause: BlockedTogether, context: Context) -> list[str]
     ranks = context.job_calls.by_rank
     places = {in_place(context.place(rank)) for rank in ranks}
     where = places.pop() if len(places) == 1 else f"in {len(places)} places"
+    stalled = all_ranks_text(len(ranks), single="is stalled", several="are stalled")
     return [
-        f"All {len(ranks)} ranks are stalled, {where}. No rank is missing from any collective.",
+        f"{stalled}, {where}. No rank is missing from any collective.",
         _SUSPECT_NETWORK,
     ]
 
 
 def timed_out_together_text(cause: TimedOutTogether, context: Context) -> list[str]:
     text = rank_detail_text(context, cause.example_rank)
+    count = len(context.job_calls.by_rank)
+    reached = all_ranks_text(count, single="reached", several="reached")
     return [
         (
-            f"All {len(context.job_calls.by_rank)} ranks reached the same collective and waited"
-            " there until they timed out. No rank is missing from it."
+            f"{reached} the same collective and waited there until the time-out. No rank is missing"
+            " from it."
         ),
         f"  rank {cause.example_rank}: {first_line(text)}",
         _SUSPECT_NETWORK,
@@ -70,8 +80,11 @@ def timed_out_together_text(cause: TimedOutTogether, context: Context) -> list[s
 
 def finished_text(cause: Finished, context: Context) -> list[str]:
     count = len(context.job_calls.by_rank)
-    ranks = f"The {count} ranks with data" if context.no_data else f"All {count} ranks"
-    return [f"{ranks} have finished. {pace_text(cause.pace)}"]
+    finished = all_ranks_text(count, single="has finished", several="have finished")
+    if context.no_data:
+        have = "has" if count == 1 else "have"
+        finished = f"The {plural(count, 'rank')} with data {have} finished"
+    return [f"{finished}. {pace_text(cause.pace)}"]
 
 
 def progressing_text(cause: Progressing, context: Context) -> list[str]:
@@ -124,7 +137,9 @@ def standstill_text(cause: Standstill, context: Context) -> list[str]:
     )
     last = cause.last
     if isinstance(last, InOneCall):
-        return [still, f"All ranks are in {op_text(last.call)}. A normal pause looks the same."]
+        count = len(context.job_calls.by_rank)
+        are_in = all_ranks_text(count, single="is in", several="are in")
+        return [still, f"{are_in} {op_text(last.call)}. A normal pause looks the same."]
     if isinstance(last, CreatingGroup):
         verb = "creates" if len(last.ranks) == 1 else "create"
         ranks = ranks_phrase(last.ranks).capitalize()
