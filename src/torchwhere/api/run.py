@@ -18,9 +18,9 @@ import numpy as np
 
 from torchwhere.blackbox import run as box_runs
 from torchwhere.blackbox.columns import Column, Texts, columns, joined, rows_of
-from torchwhere.blackbox.file_names import run_folder
 from torchwhere.core.events import known_kinds
 from torchwhere.core.results import pandas
+from torchwhere.core.run_folder import run_folder
 from torchwhere.core.stall import STALL_S
 
 if TYPE_CHECKING:

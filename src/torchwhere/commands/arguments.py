@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchwhere.blackbox.file_names import run_folder
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import KIND_LABELS, json_text
+from torchwhere.core.run_folder import run_folder
 from torchwhere.core.sanitize import printable
 from torchwhere.core.stall import STALL_S
 

@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.blackbox.file_names import run_folder
 from torchwhere.commands.arguments import add_command, add_json, add_stall, print_json, reading
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.run_folder import run_folder
 
 if TYPE_CHECKING:
     from torchwhere.diagnose.doctor.verdict import Verdict

@@ -7,7 +7,6 @@ import sys
 from functools import partial
 from typing import Any
 
-from torchwhere.blackbox.file_names import run_folder
 from torchwhere.commands.arguments import (
     INTERRUPTED,
     add_command,
@@ -19,6 +18,7 @@ from torchwhere.commands.arguments import (
     reading,
     seconds,
 )
+from torchwhere.core.run_folder import run_folder
 
 _INTERVAL_S = 0.5
 
