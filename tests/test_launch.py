@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from torchwhere.blackbox.file_names import STALL_MARK
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
+from torchwhere.processes.look import stall_stack
 from warm_python import WarmPython
 
 BIN = Path(sys.executable).parent
@@ -318,6 +320,27 @@ def test_an_exception_is_an_event(scripts: Any) -> None:
 
 
 # -- scripts that cannot be started ----------------------------------------------------------------
+
+
+def test_the_console_script_is_not_the_users(tmp_path: Path) -> None:
+    """If no frame of a stack is the user's own, the console script `torchwhere` is not shown as the
+    user's line, neither in an event nor in a stack."""
+    (tmp_path / "site-packages").mkdir()
+    script = tmp_path / "site-packages" / "train.py"
+    script.write_text(
+        "import faulthandler, torchwhere\n"
+        "torchwhere.note('here')\n"
+        "with open('stack', 'w') as file:\n"
+        "    faulthandler.dump_traceback(file, all_threads=False)\n"
+    )
+    ended = end(start(BIN / "torchwhere", "run", "--out", "boxes", script, folder=tmp_path))
+    assert (ended.code, ended.err) == (0, "")
+    (note,) = read_run(tmp_path / "boxes").boxes[0].events(kinds={"note"})
+    assert "bin/torchwhere" not in str(note.place.line)
+    text = (tmp_path / "stack").read_text()
+    assert "bin/torchwhere" in text
+    stack, _ = stall_stack(text.replace(text.splitlines()[0], f"{STALL_MARK}2"), last_ns=1)
+    assert stack == (f"{script}:4 in <module>",)
 
 
 def test_script_that_does_not_exist(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -73,11 +75,16 @@ def launch(folder: Path, victim: int, *options: str) -> subprocess.CompletedProc
 
 
 def launch_ranks(
-    warm: WarmPython, folder: Path, victim: int, *options: str, late_s: int = 1000
+    warm: WarmPython,
+    folder: Path,
+    victim: int,
+    *options: str,
+    late_s: int = 1000,
+    script: str = SCRIPT,
 ) -> Ended:
     """The same job without torchrun, whose ranks need not import torch. Returns the largest exit
     code and all that the ranks printed."""
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
@@ -91,7 +98,7 @@ def launch_ranks(
         )
         for rank in range(2)
     ]
-    codes, outs, errors = zip(*(rank.end() for rank in ranks), strict=True)
+    codes, outs, errors = zip(*(rank.end(timeout=120) for rank in ranks), strict=True)
     return Ended(max(codes), "".join(outs), "".join(errors))
 
 
@@ -109,6 +116,50 @@ def test_hang_is_printed_and_ended(tmp_path: Path) -> None:
     assert kept["ranks"]["0"]["state"] == "waiting"
     verdict = diagnose_folder(tmp_path / "run", stall_s=2.0)
     assert (verdict.kind, verdict.culprits) == ("missing", (1,))
+
+
+STUCK_WORKER = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, at):
+        if dist.get_rank() == 1 and at == 4:
+            open("worker.tmp", "w").write(str(os.getpid()))
+            os.rename("worker.tmp", "worker")
+            while True:
+                time.sleep(0.1)
+        return torch.ones(4)
+
+dist.init_process_group("gloo")
+for item in torch.utils.data.DataLoader(Data(), num_workers=1, prefetch_factor=1):
+    dist.all_reduce(item)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs. In a container, nothing may collect one that has been killed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_stuck_workers_are_ended(warm: WarmPython, tmp_path: Path) -> None:
+    """`--end-with` also ends a DataLoader worker that is stuck and outlives its rank."""
+    try:
+        done = launch_ranks(
+            warm, tmp_path, 1, "--stall", "4", "--end-with", "SIGKILL", script=STUCK_WORKER
+        )
+        worker = int((tmp_path / "worker").read_text())
+        assert f"ending process {worker}, a worker that outlived its rank" in done.stderr
+        assert not runs(worker)
+    finally:
+        if (tmp_path / "worker").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
 def test_a_wait_that_passes(warm: WarmPython, tmp_path: Path) -> None:

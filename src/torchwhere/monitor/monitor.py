@@ -29,6 +29,7 @@ from torchwhere.monitor.single import SingleHost, with_hosts
 from torchwhere.monitor.verdict_output import VerdictOutput, print_error, verdict_key
 from torchwhere.pipeline.verdict import diagnose_run
 from torchwhere.processes.exit_waiter import ExitWaiter
+from torchwhere.processes.workers import Worker, workers_of
 from torchwhere.snapshots.read import MONITOR, saved_statuses
 from torchwhere.snapshots.write import MOST_RANKS, SnapshotWriter
 
@@ -57,6 +58,7 @@ class Monitor:
     _snapshot_writer: SnapshotWriter = field(init=False)
     _gpu_sampler: GpuSampler = field(init=False)
     _has_ended_ranks: bool = False
+    _workers: list[Worker] = field(default_factory=list)  # of the ranks that it has ended
     _has_unexamined_exit: bool = False
     _exited_at: float = 0.0
     _examined_at: float = 0.0
@@ -183,10 +185,12 @@ class Monitor:
             self._output.retract_wait(verdict)
 
     def _end_ranks(self) -> None:
-        """Send the signal of `--end-with` to the ranks of this host, once."""
+        """Send the signal of `--end-with` to the ranks of this host, once. Remember their workers:
+        after the end of a rank, nothing shows which processes it had started."""
         if self.end_with is None or self._has_ended_ranks:
             return
         self._has_ended_ranks = True
+        self._workers = workers_of(set(self.host.alive_pids().values()))
         for rank, pid in self.host.alive_pids().items():
             self.print_line(
                 f"torchwhere: ending rank {rank} (process {pid}) with {self.end_with.name}"
@@ -208,7 +212,17 @@ class Monitor:
         boxes = {rank: run.boxes[rank] for rank in self.host.own_ranks() if rank in run.boxes}
         self.role.send_report(boxes, self.host.statuses, is_last=is_last)
 
+    def _end_workers(self) -> None:
+        """End the workers that outlived the ranks which this monitor has ended."""
+        for worker in self._workers:
+            if worker.is_left_over():
+                self.print_line(
+                    f"torchwhere: ending process {worker.pid}, a worker that outlived its rank"
+                )
+                worker.kill()
+
     def _finish(self) -> bool:
+        self._end_workers()
         self._save_statuses()
         self._gpu_sampler.stop()
         if not self.role.gives_verdicts:

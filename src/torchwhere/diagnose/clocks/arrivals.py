@@ -35,7 +35,7 @@ _PLACE = ("subject", "module", "line", "pass")
 
 
 class ClockStream(NamedTuple):
-    """Names a stream as `blackbox.string_table.StreamName` does, by name and members of the group."""
+    """Names a stream as `StreamName` does, by the name and the members of the group."""
 
     group: str
     members: tuple[int, ...]  # two groups may have the same name

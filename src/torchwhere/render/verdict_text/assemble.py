@@ -39,6 +39,7 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
     Progressing,
     ProgressingAtEnd,
     Quiet,
+    Standstill,
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.straggler import LateRanks
@@ -212,6 +213,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     ProgressingAtEnd: no_fault.progressing_at_end_text,
     UnobservedEnd: no_fault.unobserved_end_text,
     Quiet: no_fault.quiet_text,
+    Standstill: no_fault.standstill_text,
     EndedUnfinished: _ended_unfinished_text,
     NothingPending: dumps.nothing_pending_text,
     ProgressedMeanwhile: dumps.progressed_meanwhile_text,
