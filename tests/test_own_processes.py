@@ -270,6 +270,45 @@ def test_process_that_waits_for_its_children(warm: WarmPython, tmp_path: Path) -
     assert not (tmp_path / "run" / "verdict.json").exists()
 
 
+# `torchwhere run` watches the parent, which is no rank. Rank 1 hangs.
+SPAWN_AND_HANG = """
+import sys, time
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+import torchwhere
+
+def work(rank, port):
+    address = f"tcp://localhost:{port}"
+    with torchwhere.watch(out="run"):
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+        if rank == 1:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(4))
+
+if __name__ == "__main__":
+    mp.spawn(work, (int(sys.argv[1]),), nprocs=2)
+"""
+
+
+def test_monitor_follows_spawned_workers(tmp_path: Path) -> None:
+    """The monitor of a parent reports a hang of the workers that the parent spawns, and ends
+    them. The parent, which has the file name of rank 0, causes no warning."""
+    (tmp_path / "train.py").write_text(SPAWN_AND_HANG)
+    command = ["-m", "torchwhere", "run", "--out", "run", "--stall", "3", "--end-with", "SIGKILL"]
+    done = subprocess.run(
+        [sys.executable, *command, "train.py", str(free_port())],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "keeps the name" not in done.stderr
+    saved = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (saved["kind"], saved["culprits"]) == ("missing", [1])
+
+
 # -- a watch that cannot begin ---------------------------------------------------------------------
 
 
