@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,19 @@ with torchwhere.watch(out=folder / "run"):
 """
 
 
+def run_python(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that starts other processes, which need a real interpreter as their parent."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
 def wait_for_boxes(folder: Path, count: int, program: Program) -> None:
     while len([*folder.glob("*.box")]) < count:
         assert program.runs()
@@ -119,15 +133,7 @@ def test_spawned_workers(tmp_path: Path) -> None:
     """Workers of mp.spawn that begin to watch before they have a rank run to their end, and leave
     one box for each rank."""
     (tmp_path / "train.py").write_text(SPAWN)
-    done = subprocess.run(
-        [sys.executable, "train.py", tmp_path],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = run_python("train.py", tmp_path, folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     assert names(tmp_path / "run") == ["rank0.box", "rank1.box"]
     run = read_run(tmp_path / "run")
@@ -268,6 +274,79 @@ def test_process_that_waits_for_its_children(warm: WarmPython, tmp_path: Path) -
     assert (done.returncode, done.stdout) == (0, "child 0\n")
     assert "HANG" not in done.stderr
     assert not (tmp_path / "run" / "verdict.json").exists()
+
+
+# `torchwhere run` watches the parent, which is no rank. Rank 1 hangs.
+SPAWN_AND_HANG = """
+import sys, time
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+import torchwhere
+
+def work(rank, port):
+    address = f"tcp://localhost:{port}"
+    with torchwhere.watch(out="run"):
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+        if rank == 1:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(4))
+
+if __name__ == "__main__":
+    mp.spawn(work, (int(sys.argv[1]),), nprocs=2)
+"""
+
+
+def test_monitor_follows_spawned_workers(tmp_path: Path) -> None:
+    """The monitor of a parent reports a hang of the workers that the parent spawns, and ends
+    them. The parent, which has the file name of rank 0, causes no warning."""
+    (tmp_path / "train.py").write_text(SPAWN_AND_HANG)
+    command = ["-m", "torchwhere", "run", "--out", "run", "--stall", "3", "--end-with", "SIGKILL"]
+    done = run_python(*command, "train.py", free_port(), folder=tmp_path)
+    assert done.returncode == 1
+    assert "keeps the name" not in done.stderr
+    saved = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (saved["kind"], saved["culprits"]) == ("missing", [1])
+
+
+LIGHTNING = """
+import lightning, torch, torchwhere
+
+class Lit(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+data = torch.utils.data.TensorDataset(torch.randn(40, 4))
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+with torchwhere.watch(out="run"):
+    trainer.fit(Lit(), torch.utils.data.DataLoader(data, 2))
+print("done")
+"""
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+def test_lightning_starts_its_own_processes(tmp_path: Path) -> None:
+    """A healthy Lightning job that starts its second rank itself is recorded on both ranks, and the
+    monitor neither reports nor ends it."""
+    (tmp_path / "train.py").write_text(LIGHTNING)
+    done = run_python(
+        *("-m", "torchwhere", "run", "--out", "run", "--stall", "1", "--end-with", "SIGTERM"),
+        "train.py",
+        folder=tmp_path,
+    )
+    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
+    assert "HANG" not in done.stderr
+    assert names(tmp_path / "run") == ["rank0.box", "rank1.box"]
+    verdict = diagnose_folder(tmp_path / "run")
+    assert (verdict.kind, sorted(verdict.ranks)) == ("healthy", [0, 1])
 
 
 # -- a watch that cannot begin ---------------------------------------------------------------------

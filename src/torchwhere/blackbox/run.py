@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.file_names import is_set_aside
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box, read_or_empty
 from torchwhere.blackbox.summary import BoxOrSummary, started_ns, summarize
@@ -197,7 +198,7 @@ def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list
     chosen = _last_restart([box for box in readable if _is_of_one_job(box, newest)])
     others = [box for box in readable if chosen.get(box.rank) is not box]
     first_ns = min(map(started_ns, chosen.values()))
-    unranked = [box.path for box in others if has_assumed_rank(box) and alive_ns(box) > first_ns]
+    unranked = [box.path for box in others if _may_become_rank(box, first_ns)]
     earlier = [box.path for box in others if box.path not in unranked]
     return dict(sorted(chosen.items())), earlier, unreadable, unranked
 
@@ -205,6 +206,13 @@ def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list
 def has_assumed_rank(box: BoxOrSummary) -> bool:
     """Whether the process did not know its rank: its box has rank 0 for now."""
     return box.meta.get("rank_is_assumed") is True
+
+
+def _may_become_rank(box: BoxOrSummary, first_ns: int) -> bool:
+    """Whether a box is of a process beside the ranks of a run, which began at `first_ns`. Such a
+    process may record nothing, and has no heartbeat, until it calls `init_process_group`."""
+    is_recent = alive_ns(box) > first_ns - _LATE_START_NS
+    return has_assumed_rank(box) and is_recent and not is_set_aside(box.path)
 
 
 def alive_ns(box: BoxOrSummary) -> int:
