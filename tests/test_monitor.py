@@ -162,6 +162,37 @@ def test_stuck_workers_are_ended(warm: WarmPython, tmp_path: Path) -> None:
                 os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
+BARRIER = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+layers = nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 8)  # more than one bucket
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(9):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0 and step == STEP:
+        dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_new_op_of_one_rank(warm: WarmPython, tmp_path: Path, step: int) -> None:
+    """Of two ranks that differ while DDP rebuilds its buckets, only the one with a new op is
+    blamed."""
+    script = BARRIER.replace("STEP", str(step))
+    launch_ranks(warm, tmp_path, 1, "--stall", "4", "--end-with", "SIGKILL", script=script)
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (verdict["kind"], verdict["culprits"]) == ("mismatch", [0])
+    assert (
+        "but only rank 0 issued an op that it had not issued in this group before."
+        in verdict["text"]
+    )
+
+
 def test_a_wait_that_passes(warm: WarmPython, tmp_path: Path) -> None:
     """A printed wait that then passes is taken back, on the screen and in the saved files."""
     done = launch_ranks(warm, tmp_path, 1, "--stall", "2", late_s=6)

@@ -29,7 +29,8 @@ def pause_on_one_rank(folder: str) -> Any:
         if dist.get_rank() == 1:
             time.sleep(PAUSE_S)
             verdict = diagnose_folder(folder)
-            text = verdict_text(verdict), str(verdict.kind), verdict.stalled_s
+            last = verdict.ranks[0].last
+            text = verdict_text(verdict), str(verdict.kind), verdict.stalled_s, last
         dist.all_reduce(torch.ones(4))
     return text
 
@@ -37,8 +38,8 @@ def pause_on_one_rank(folder: str) -> Any:
 def test_a_short_standstill_is_not_called_progress(two_ranks: Pool, tmp_path: Path) -> None:
     """While a rank has waited for less than `--stall` seconds, the doctor says how long the job
     makes no progress and that it is not yet called a hang."""
-    text, kind, stalled_s = two_ranks.run(pause_on_one_rank, str(tmp_path))[1]
-    assert kind == "healthy"
+    text, kind, stalled_s, last = two_ranks.run(pause_on_one_rank, str(tmp_path))[1]
+    assert (kind, last["group"]) == ("healthy", "default")  # as the sentences name the group
     assert stalled_s > PAUSE_S - 1
     title, still, wait = text.splitlines()[:3]
     assert title.startswith("NOT YET A HANG  2 ranks, step 9, no progress for ")
