@@ -501,8 +501,7 @@ def test_two_writers_on_one_file(box: BoxWriter) -> None:
     assert (
         str(caught.value)
         == f"{box.path} is being written by another process. Give every job its own folder"
-        " (out=..., --out), and in processes that do not have RANK set start watching after"
-        " init_process_group, when the rank is known."
+        " (out=..., --out)."
     )
     box.record(MODULE_ENTER, 1)
     assert os.listdir(box.path.parent) == ["rank0.box"]

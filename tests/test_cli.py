@@ -614,6 +614,24 @@ def test_unknown_folder(tmp_path: Path) -> None:
     ] * 3
 
 
+@pytest.mark.parametrize("command", ["doctor", "events", "comms", "groups", "top"])
+def test_path_of_a_box(demo: Path, command: str) -> None:
+    """The path of a box means the run in its folder, with all ranks."""
+    done = call(command, demo / "rank1.box")
+    assert (done.returncode, done.stderr) == (0, "")
+    compared = slice(1, 2) if command == "top" else slice(None)  # `top` shows the time and ages
+    assert done.stdout.splitlines()[compared] == call(command, demo).stdout.splitlines()[compared]
+
+
+def test_path_of_a_box_from_python(demo: Path, tmp_path: Path) -> None:
+    """`read_run`, `doctor` and `export` take the path of a box for its folder."""
+    assert sorted(torchwhere.read_run(demo / "rank1.box").boxes) == [0, 1]
+    assert sorted(torchwhere.doctor(demo / "rank1.box").ranks) == [0, 1]
+    torchwhere.export(demo / "rank1.box", out=tmp_path / "events.jsonl")
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert {json.loads(line)["rank"] for line in lines} == {0, 1}
+
+
 def test_empty_folder(tmp_path: Path) -> None:
     """A folder without boxes is refused, with the command that records some."""
     expected = (
@@ -706,6 +724,10 @@ def test_rank_that_does_not_exist(demo: Path) -> None:
         (
             ["run", "--records", "15", "x.py"],
             "argument --records: '15' is not a number of 16 or more",
+        ),
+        (
+            ["doctor", "x", "--stall", "-1"],
+            "argument --stall: '-1' is not a number of seconds of 0.01 or more",
         ),
         (["run"], "the following arguments are required: script"),
         ([], "the following arguments are required: COMMAND"),
@@ -810,6 +832,9 @@ def test_wrong_calls() -> None:
         )
         with pytest.raises(ValueError, match=f"^{expected}$"):
             torchwhere.watch(records=records)  # type: ignore[arg-type]
+    for stall_s in (-1, 0, float("nan")):
+        with pytest.raises(ValueError, match=rf"^stall_s={stall_s!r}: expected a number of sec"):
+            torchwhere.doctor("run/", stall_s=stall_s)
     for name in ("", None, 3):
         with pytest.raises(
             ValueError, match=rf"^phase\({re.escape(repr(name))}\): expected a name$"

@@ -137,6 +137,18 @@ def test_a_rank_without_a_box(tmp_path: Path) -> None:
     )
 
 
+def test_a_rank_alone(tmp_path: Path) -> None:
+    """A single rank in init_process_group waits for others, also if it does not know how many: the
+    verdict never says that no rank is missing."""
+    write(tmp_path, 0, 1, [INIT], waits=True)
+    verdict = verdict_on(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (), "unknown")
+    assert (
+        verdict.explanation[0]
+        == "Rank 0 waits in init_process_group for other ranks, and no other rank has a box."
+    )
+
+
 def test_groups_in_another_order(tmp_path: Path) -> None:
     """A rank that creates the same groups in another order is named."""
     for rank in range(4):

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from torchwhere.blackbox.file_names import STALL_MARK
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
+from torchwhere.processes.look import stall_stack
 from warm_python import WarmPython
 
 BIN = Path(sys.executable).parent
@@ -319,6 +322,27 @@ def test_an_exception_is_an_event(scripts: Any) -> None:
 # -- scripts that cannot be started ----------------------------------------------------------------
 
 
+def test_the_console_script_is_not_the_users(tmp_path: Path) -> None:
+    """If no frame of a stack is the user's own, the console script `torchwhere` is not shown as the
+    user's line, neither in an event nor in a stack."""
+    (tmp_path / "site-packages").mkdir()
+    script = tmp_path / "site-packages" / "train.py"
+    script.write_text(
+        "import faulthandler, torchwhere\n"
+        "torchwhere.note('here')\n"
+        "with open('stack', 'w') as file:\n"
+        "    faulthandler.dump_traceback(file, all_threads=False)\n"
+    )
+    ended = end(start(BIN / "torchwhere", "run", "--out", "boxes", script, folder=tmp_path))
+    assert (ended.code, ended.err) == (0, "")
+    (note,) = read_run(tmp_path / "boxes").boxes[0].events(kinds={"note"})
+    assert "bin/torchwhere" not in str(note.place.line)
+    text = (tmp_path / "stack").read_text()
+    assert "bin/torchwhere" in text
+    stack, _ = stall_stack(text.replace(text.splitlines()[0], f"{STALL_MARK}2"), last_ns=1)
+    assert stack == (f"{script}:4 in <module>",)
+
+
 def test_script_that_does_not_exist(tmp_path: Path) -> None:
     """A missing script or module gives one line and exit code 2, and nothing is written."""
     (tmp_path / "folder.py").mkdir()
@@ -349,33 +373,37 @@ def test_script_that_does_not_exist(tmp_path: Path) -> None:
     assert not (tmp_path / "boxes").exists()
 
 
-def test_two_watchers_on_one_folder(warm: WarmPython, tmp_path: Path) -> None:
-    """The folder of a running job is refused before the second script runs; the first job is not
-    disturbed."""
+@pytest.mark.parametrize("knows_rank", [True, False])
+def test_two_watchers_on_one_folder(warm: WarmPython, tmp_path: Path, knows_rank: bool) -> None:
+    """A second job in the folder of a running job runs, and the first job is not disturbed. If the
+    second is rank 0 for certain, it is not recorded; otherwise it has a box of another name."""
     (tmp_path / "first.py").write_text("input()\nprint('first is done')\n")
     (tmp_path / "second.py").write_text("print('second')\n")
     command = ("-m", "torchwhere", "run", "--out", "boxes")
     reading, writing = os.pipe()
     first = warm.start(*command, "first.py", cwd=tmp_path, env=ENVIRONMENT, stdin=reading)
     os.close(reading)
+    rank = {"RANK": "0", "WORLD_SIZE": "1"} if knows_rank else {}
     try:
         while not (tmp_path / "boxes" / "rank0.box").exists():
             assert first.runs()
             time.sleep(0.01)
-        second = warm.run(*command, "second.py", cwd=tmp_path, env=ENVIRONMENT)
+        second = warm.run(*command, "second.py", cwd=tmp_path, env=ENVIRONMENT | rank)
     finally:
         os.write(writing, b"\n")
         os.close(writing)
         code, out, _ = first.end()
-    assert (second.returncode, second.stdout) == (2, "")
-    assert (
-        second.stderr
-        == "torchwhere: boxes/rank0.box is being written by another process. Give every job its own"
-        " folder (out=..., --out), and in processes that do not have RANK set start watching"
-        " after init_process_group, when the rank is known.\n"
+    assert (second.returncode, second.stdout) == (0, "second\n")
+    warning = (
+        "torchwhere: nothing is recorded, boxes/rank0.box is being written by another process. Give"
+        " every job its own folder (out=..., --out).\n"
     )
+    assert second.stderr == (warning if knows_rank else "")
     assert (code, out) == (0, "first is done\n")
-    assert ending(tmp_path / "boxes") == "exit 0"
+    boxes = sorted(path.name for path in (tmp_path / "boxes").glob("*.box"))
+    assert len(boxes) == (1 if knows_rank else 2)
+    (end,) = read_box(tmp_path / "boxes" / "rank0.box").events(kinds={"end"})
+    assert end.fields["reason"] == "exit 0"
 
 
 def test_folder_that_cannot_be_written(warm: WarmPython, tmp_path: Path) -> None:

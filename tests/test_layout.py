@@ -421,6 +421,26 @@ def test_fsdp2_in_detail(four_ranks: Pool) -> None:
     ]
 
 
+def _fsdp2_over_checkpoint_wrapper() -> str:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(*(checkpoint_wrapper(nn.Linear(8, 8)) for _ in range(4)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return str(torchwhere.layout(model))
+
+
+def test_fsdp2_over_a_checkpoint_wrapper(two_ranks: Pool) -> None:
+    """A unit around a checkpointed block does not list itself, and alike units fold."""
+    for text in two_ranks.run(_fsdp2_over_checkpoint_wrapper):
+        assert "0-3 x4  Linear" in text
+        assert ", with " not in text
+
+
 # -- FSDP1 -----------------------------------------------------------------------------------------
 
 

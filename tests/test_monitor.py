@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +25,7 @@ from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.processes.exit_waiter import ExitWaiter
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.read import saved_statuses
-from warm_python import Ended, WarmPython
+from warm_python import Ended, Program, WarmPython
 
 SCRIPT = """
 import sys, time
@@ -72,11 +75,16 @@ def launch(folder: Path, victim: int, *options: str) -> subprocess.CompletedProc
 
 
 def launch_ranks(
-    warm: WarmPython, folder: Path, victim: int, *options: str, late_s: int = 1000
+    warm: WarmPython,
+    folder: Path,
+    victim: int,
+    *options: str,
+    late_s: int = 1000,
+    script: str = SCRIPT,
 ) -> Ended:
     """The same job without torchrun, whose ranks need not import torch. Returns the largest exit
     code and all that the ranks printed."""
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
@@ -90,7 +98,7 @@ def launch_ranks(
         )
         for rank in range(2)
     ]
-    codes, outs, errors = zip(*(rank.end() for rank in ranks), strict=True)
+    codes, outs, errors = zip(*(rank.end(timeout=120) for rank in ranks), strict=True)
     return Ended(max(codes), "".join(outs), "".join(errors))
 
 
@@ -110,6 +118,81 @@ def test_hang_is_printed_and_ended(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.culprits) == ("missing", (1,))
 
 
+STUCK_WORKER = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, at):
+        if dist.get_rank() == 1 and at == 4:
+            open("worker.tmp", "w").write(str(os.getpid()))
+            os.rename("worker.tmp", "worker")
+            while True:
+                time.sleep(0.1)
+        return torch.ones(4)
+
+dist.init_process_group("gloo")
+for item in torch.utils.data.DataLoader(Data(), num_workers=1, prefetch_factor=1):
+    dist.all_reduce(item)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs. In a container, nothing may collect one that has been killed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_stuck_workers_are_ended(warm: WarmPython, tmp_path: Path) -> None:
+    """`--end-with` also ends a DataLoader worker that is stuck and outlives its rank."""
+    try:
+        done = launch_ranks(
+            warm, tmp_path, 1, "--stall", "4", "--end-with", "SIGKILL", script=STUCK_WORKER
+        )
+        worker = int((tmp_path / "worker").read_text())
+        assert f"ending process {worker}, a worker that outlived its rank" in done.stderr
+        assert not runs(worker)
+    finally:
+        if (tmp_path / "worker").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
+
+
+BARRIER = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+layers = nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 8)  # more than one bucket
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(9):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0 and step == STEP:
+        dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_new_op_of_one_rank(warm: WarmPython, tmp_path: Path, step: int) -> None:
+    """Of two ranks that differ while DDP rebuilds its buckets, only the one with a new op is
+    blamed."""
+    script = BARRIER.replace("STEP", str(step))
+    launch_ranks(warm, tmp_path, 1, "--stall", "4", "--end-with", "SIGKILL", script=script)
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (verdict["kind"], verdict["culprits"]) == ("mismatch", [0])
+    assert (
+        "but only rank 0 issued an op that it had not issued in this group before."
+        in verdict["text"]
+    )
+
+
 def test_a_wait_that_passes(warm: WarmPython, tmp_path: Path) -> None:
     """A printed wait that then passes is taken back, on the screen and in the saved files."""
     done = launch_ranks(warm, tmp_path, 1, "--stall", "2", late_s=6)
@@ -124,6 +207,75 @@ def test_a_wait_that_passes(warm: WarmPython, tmp_path: Path) -> None:
     # a monitor of a job that is over sees nothing, and keeps what was saved
     main(["monitor", str(tmp_path / "run")])
     assert [path.read_text() for path in (tmp_path / "run").glob("monitor-*.json")] == before
+
+
+HANGS = """
+import time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+for step in range(4):
+    if dist.get_rank() == 1 and step == 3:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def start_hang(warm: WarmPython, folder: Path) -> list[Program]:
+    """Start three ranks with a monitor, and wait until it has reported that rank 1 is missing."""
+    (folder / "train.py").write_text(HANGS)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    job = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"} | address
+    command = ("-m", "torchwhere", "run", "--out", "run", "--stall", "3", "train.py")
+    ranks = [
+        warm.start(
+            *command,
+            cwd=folder,
+            env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(3)
+    ]
+    while not (folder / "run" / "verdict.json").exists():
+        assert ranks[1].runs()
+        time.sleep(0.1)
+    return ranks
+
+
+@pytest.mark.parametrize(("order", "verb"), [((1, 0, 2), "was"), ((0, 2, 1), "is")])
+def test_hang_that_ends_rank_by_rank(
+    warm: WarmPython, tmp_path: Path, order: tuple[int, ...], verb: str
+) -> None:
+    """A reported hang stays the verdict after the ranks are killed one after the other: the rank
+    that was missing before it was killed is missing."""
+    ranks = start_hang(warm, tmp_path)
+    for rank in order:
+        ranks[rank].kill()
+        time.sleep(3)  # the monitor examines the run after each exit
+    errors = "".join(rank.end().stderr for rank in ranks)
+    folder = tmp_path / "run"
+    saved = json.loads((folder / "verdict.json").read_text())
+    assert (saved["kind"], saved["culprits"]) == ("missing", [1])
+    history = [json.loads(line) for line in (folder / "verdicts.jsonl").read_text().splitlines()]
+    assert [(verdict["kind"], verdict["culprits"]) for verdict in history] == [("missing", [1])]
+    assert "DEAD" not in errors
+    after = diagnose_folder(folder, stall_s=3)
+    assert (after.kind, after.culprits) == ("missing", (1,))
+    assert any(f"rank 1 {verb} instead" in line for line in after.explanation)
+
+
+def test_verdict_of_an_earlier_run(warm: WarmPython, tmp_path: Path) -> None:
+    """A new run in the folder renames the verdict of the earlier run, and keeps it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("verdict.txt", "verdict.json", "verdicts.jsonl"):
+        (folder / name).write_text("of an earlier run")
+    done = launch_ranks(warm, tmp_path, -1, "--stall", "5")
+    assert (done.returncode, done.stdout.count("done")) == (0, 2)
+    names = sorted(re.sub(r"\d{8}T\d{6}", "TIME", path.name) for path in folder.glob("verdict*"))
+    assert names == ["verdict.TIME.json", "verdict.TIME.txt", "verdicts.TIME.jsonl"]
+    assert all(path.read_text() == "of an earlier run" for path in folder.glob("verdict*"))
 
 
 def test_healthy_job_gets_no_output(warm: WarmPython, tmp_path: Path) -> None:
@@ -217,7 +369,7 @@ def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
         host.started_ns = 0
         host.run = read_run(tmp_path)
         for box in host.run.boxes.values():
-            box.meta["pid"] += 1
+            box.meta["pid"] += 1000
     assert started.read() is None
     assert by_hand.read() is not None
 

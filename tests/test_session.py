@@ -391,13 +391,13 @@ INSTALLED = {
 def test_hook_that_cannot_be_installed_leaves_none_behind(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error while one hook is installed, before or after its own work, removes all hooks."""
+    """An error while one hook is installed, before or after its own work, removes all hooks. It
+    does not reach the job."""
     hook: Any = INSTALLED[name]
     before = leaks.snapshot()
     for is_late in (False, True):
         _plant_around(monkeypatch, hook, "install", is_late=is_late)
-        with pytest.raises(Bug):
-            torchwhere.start(Model(), out=tmp_path)
+        torchwhere.start(Model(), out=tmp_path)
         monkeypatch.undo()
         assert leaks.differences(before, leaks.snapshot()) == []
         assert process.current() is None
@@ -410,8 +410,8 @@ def test_hook_that_is_half_installed_is_removed(monkeypatch: pytest.MonkeyPatch)
     """An error in the middle of an installation also removes the first half of that hook."""
     before = leaks.snapshot()
     _plant_around(monkeypatch, OptimizerHook, "_make_after", is_late=False)
-    with pytest.raises(Bug):
-        torchwhere.start(Model())
+    torchwhere.start(Model())
+    assert process.current() is None
     assert leaks.differences(before, leaks.snapshot()) == []
 
 

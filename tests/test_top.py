@@ -575,7 +575,7 @@ def test_a_stop_is_marked_before_it_is_a_hang(
     assert marked.culprits
     assert (
         verdict_sentence(healthy, marked)
-        == "the doctor does not call this a hang yet (see --stall)"
+        == "no progress for 0.2s, not yet called a hang (see --stall)"
     )
 
 

@@ -109,7 +109,7 @@ def test_table_with_a_device(runs: Path) -> None:
     assert sentence.startswith("rank 2 STUCK for ")
     assert sentence.endswith("3 ranks wait in all_reduce #23 default")
     assert both == (
-        "rank 2: CPU: forward of <root>, nccl_jobs.py:36, step 7; GPU: after all_reduce #21 of"
+        "rank 2: CPU: forward of <root>, nccl_jobs.py:33, step 7; GPU: after all_reduce #21 of"
         " group default, nccl_jobs.py:36, step 6 (1 step and 3 collectives behind)"
     )
     assert all(column in heading for column in GPU_COLUMNS)

@@ -26,6 +26,7 @@ from torchwhere.core.atomic_file import destination, partial_path, write_errors
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text, known_kinds
 from torchwhere.core.results import Shown
+from torchwhere.core.run_folder import run_folder
 from torchwhere.core.sanitize import plural
 from torchwhere.core.worker_pool import Progress
 
@@ -142,7 +143,8 @@ def export(
     """
     target = _target(out)
     wanted = known_kinds(kinds)
-    files = box_files(os.fspath(folder))
+    folder = run_folder(folder)
+    files = box_files(folder)
     _refuse(target, force=force)
     with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from torchwhere.blackbox import run as box_runs
 from torchwhere.blackbox.columns import Column, Texts, columns, joined, rows_of
 from torchwhere.core.events import known_kinds
 from torchwhere.core.results import pandas
+from torchwhere.core.run_folder import run_folder
 from torchwhere.core.stall import STALL_S
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     """Read the newest run in a folder.
 
     Args:
-        folder: The folder with the boxes. The job may still be running.
+        folder: The folder with the boxes, or one of its boxes. The job may still be running.
 
     Returns:
         The run. It reads the boxes of a large job only when they are used.
@@ -198,8 +199,8 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         run = torchwhere.read_run("run/")
         print(run)
     """
-    run = box_runs.read_run(os.fspath(folder))
-    return Run(run.folder, run.boxes, run.earlier, run.unreadable)
+    run = box_runs.read_run(run_folder(folder))
+    return Run(run.folder, run.boxes, run.earlier, run.unreadable, run.unranked)
 
 
 def doctor(folder: str | os.PathLike[str], *, stall_s: float = STALL_S) -> Verdict:
@@ -208,7 +209,7 @@ def doctor(folder: str | os.PathLike[str], *, stall_s: float = STALL_S) -> Verdi
     It works while the job runs and after it ended.
 
     Args:
-        folder: The folder with the boxes.
+        folder: The folder with the boxes, or one of its boxes.
         stall_s: A wait of this many seconds is a hang.
 
     Returns:
@@ -217,6 +218,7 @@ def doctor(folder: str | os.PathLike[str], *, stall_s: float = STALL_S) -> Verdi
 
     Raises:
         TorchwhereError: The folder holds no readable box.
+        ValueError: `stall_s` is not above 0.
 
     Example:
         verdict = torchwhere.doctor("run/")
@@ -225,7 +227,9 @@ def doctor(folder: str | os.PathLike[str], *, stall_s: float = STALL_S) -> Verdi
     """
     from torchwhere.pipeline.verdict import diagnose_folder
 
-    return diagnose_folder(os.fspath(folder), stall_s=stall_s)
+    if not stall_s > 0:
+        raise ValueError(f"stall_s={stall_s!r}: expected a number of seconds above 0")
+    return diagnose_folder(run_folder(folder), stall_s=stall_s)
 
 
 def _array(pd: Any, column: Column) -> Any:

@@ -2,7 +2,7 @@
 a context manager and a decorator.
 
 A process has at most one session. A `watch` inside a watch joins the session that is running. Only
-a wrong argument raises.
+a wrong argument raises: if a watch cannot begin, the job goes on without it.
 
 Listeners (`on_module`) outlive watches. Without a watch, a session in memory runs for them; a watch
 with an output folder or module events replaces that session.
@@ -10,6 +10,7 @@ with an output folder or module events replaces that session.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -32,6 +33,7 @@ _lock = threading.RLock()
 _current: Session | None = None
 _listeners: list[Listener] = []
 _has_fork_handlers = False
+_has_reported_start = False
 
 
 def current() -> Session | None:
@@ -113,13 +115,30 @@ def _begin(
     depth: int = 1,
 ) -> None:
     global _current
-    _register_fork_handlers()
-    _current = Session(
-        model, out=out, module_events=module_events, records=records, on_exit=_stop_all
-    )
-    _current.depth = depth
-    for listener in _listeners:
-        _current.listeners.add(listener)
+    try:
+        _register_fork_handlers()
+        _current = Session(
+            model, out=out, module_events=module_events, records=records, on_exit=_stop_all
+        )
+        _current.depth = depth
+        for listener in _listeners:
+            _current.listeners.add(listener)
+    except Exception as error:
+        _current = None
+        _report_failed_start(error)
+
+
+def _report_failed_start(error: Exception) -> None:
+    """Log the first watch that could not begin."""
+    global _has_reported_start
+    if not _has_reported_start:
+        _has_reported_start = True
+        with contextlib.suppress(Exception):  # a logging handler of the job may raise
+            log.warning(
+                "torchwhere: cannot watch this process (%s: %s); the job continues without a watch",
+                type(error).__name__,
+                error,
+            )
 
 
 def listen(listener: Listener) -> None:

@@ -196,8 +196,7 @@ def _move_old_box(path: Path) -> None:
     except BlockingIOError:
         raise TorchwhereError(
             f"{path} is being written by another process. Give every job its own folder (out=...,"
-            " --out), and in processes that do not have RANK set start watching after"
-            " init_process_group, when the rank is known."
+            " --out)."
         ) from None
     finally:
         os.close(fd)

@@ -18,7 +18,6 @@ from torchwhere.blackbox.file_format import (
     COUNTER_BYTES,
     COUNTER_COUNT,
     CURSOR_BYTES,
-    CURSOR_LINE,
     CURSOR_PHASE,
     CURSOR_PLACE,
     CURSOR_RECORD,
@@ -31,20 +30,21 @@ from torchwhere.blackbox.file_format import (
     Record,
     cursor_place,
     mask_heartbeat,
-    pass_of,
     unpack_record,
     unpack_stream,
 )
 from torchwhere.blackbox.issued import Issued, matched_call, stream_name
 from torchwhere.blackbox.live_device import LiveDevice
+from torchwhere.blackbox.live_line import live_line
 from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
 from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
+from torchwhere.blackbox.step_pace import read_step_ns
 from torchwhere.blackbox.string_table import StreamName, half_written, json_int, json_object
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import TEXT_FIELD, Kind
-from torchwhere.core.place import Pass, Place, unknown_place
+from torchwhere.core.place import Place, unknown_place
 
 _COUNTERS_AT_ONCE = 16  # counter slots in a read; more if all of them are used
 _CURSOR_WORDS, _COUNTER_WORDS = CURSOR_BYTES // 8, COUNTER_BYTES // 8
@@ -68,6 +68,7 @@ class LiveBox:
         self.step: int | None = None
         self.moved_ns = 0  # wall clock of the rank's host
         self.mean_step_ns: float | None = None  # of all steps but the longest
+        self.ended_steps = 0
         self.has_begun = False  # whether a module, a collective or a step was seen
         self._file: tuple[int, int] = (0, 0)
         self._header = self._data = b""
@@ -215,6 +216,7 @@ class LiveBox:
             elif entry_id == names.steps_id and count and unpack_stream(stream)[1] == ENDED:
                 # The words are count, total and longest. The first step is seldom like the others.
                 self.mean_step_ns = (t_ns - record) / (count - 1) if count > 1 else t_ns
+                self.ended_steps = count
         steps = words[first + CURSOR_STEP : last : _CURSOR_WORDS].tolist()
         self.step = max(steps) if times[newest] else None
         self.has_begun = bool(self._last_counter or words[at] or self.step)
@@ -269,6 +271,13 @@ class LiveBox:
             self._read_record()
         return self._record
 
+    def recent_step_ns(self) -> float | None:
+        """The usual duration of its last steps; None if the end of the ring has no whole one."""
+        record, geometry = self._last_record(), self._geometry
+        if record is None or geometry is None:
+            return None
+        return read_step_ns(self.path, geometry, newest=record.number)
+
     # -- the state of the rank ---------------------------------------------------------------------
 
     def summary(self) -> BoxSummary:
@@ -299,8 +308,7 @@ class LiveBox:
         return record is not None and record.kind == Kind.COMPILE_BEGIN
 
     def place(self) -> Place:
-        """Where the thread is that moved last. Where its cursor has no line, the line of its last
-        record."""
+        """Where the thread is that moved last."""
         if self._place is None:
             self._place = self._find_place()
         return self._place
@@ -309,27 +317,22 @@ class LiveBox:
         names = self._names
         if not self._data or names is None:
             return unknown_place(self.rank)
-        record = self._last_record()
-        packed_place = self._cursor_word(CURSOR_PLACE)
-        line = None
-        if pass_of(packed_place) == Pass.BACKWARD:
-            line = names.name(self._cursor_word(CURSOR_LINE))
-        if line is None and record is not None:
-            line = names.name(record.line)
+        cursor = self._cursor()
         return Place(
             rank=self.rank,
             step=None if self.step == NO_STEP else self.step,
-            line=line,
-            **cursor_place(packed_place, name=names.name),
+            line=names.name(live_line(cursor, self._last_record())),
+            **cursor_place(cursor[CURSOR_PLACE], name=names.name),
         )
 
-    def _cursor_word(self, word: int) -> int:
-        return memoryview(self._data).cast("Q")[self._cursor_at + word]
+    def _cursor(self) -> list[int]:
+        words = memoryview(self._data).cast("Q")
+        return words[self._cursor_at : self._cursor_at + _CURSOR_WORDS].tolist()
 
     def phase(self) -> str | None:
         if self._names is None or not self._data:
             return None
-        return self._names.name(self._cursor_word(CURSOR_PHASE))
+        return self._names.name(self._cursor()[CURSOR_PHASE])
 
     def issued(self) -> Issued | None:
         """Its last collective."""

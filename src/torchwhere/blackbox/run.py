@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.file_names import is_set_aside
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box, read_or_empty
 from torchwhere.blackbox.summary import BoxOrSummary, started_ns, summarize
@@ -38,6 +39,7 @@ class RunSummary(Shown, Generic[B]):
     boxes: Mapping[int, B]
     earlier: list[Path] = field(default_factory=list)  # boxes of earlier runs or restarts
     unreadable: list[B] = field(default_factory=list)
+    unranked: list[Path] = field(default_factory=list)  # boxes of processes that may become ranks
     noun: str = "box"  # what a rank leaves: a box, a dump, a box or snapshot
     notes: Sequence[str] = ()  # other caveats
 
@@ -97,6 +99,10 @@ class RunSummary(Shown, Generic[B]):
                 of_ranks.append(f"rank {rank}: {plural(torn, 'torn or damaged record')} left out")
         for box in self.unreadable:
             of_ranks += [f"{box.path.name}: {problem}" for problem in box.problems]
+        of_ranks += [
+            f"{path.name}: its process has not called init_process_group, so its rank is unknown"
+            for path in self.unranked
+        ]
         caveats += of_ranks[:_MAX_CAVEATS]
         if len(of_ranks) > _MAX_CAVEATS:
             caveats.append(f"and {len(of_ranks) - _MAX_CAVEATS} more of this kind")
@@ -150,11 +156,12 @@ def _read_large_run(folder: Path, files: list[Path], progress: ProgressCounter) 
     for path in files:
         summaries.append(summarize(read_or_empty(reader.read, path)))
         progress.add()
-    chosen, earlier, unreadable = choose(folder, summaries)
+    chosen, earlier, unreadable, unranked = choose(folder, summaries)
     unreadable_boxes = [
         Box(summary.path, problems=list(summary.problems)) for summary in unreadable
     ]
-    return BoxRun(folder, LazyBoxes(chosen, on_read=progress.add), earlier, unreadable_boxes)
+    boxes = LazyBoxes(chosen, on_read=progress.add)
+    return BoxRun(folder, boxes, earlier, unreadable_boxes, unranked)
 
 
 def read_again(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Box]:
@@ -179,17 +186,49 @@ def box_files(folder: str | Path) -> list[Path]:
     return files
 
 
-def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list[B]]:
-    """The boxes of the newest run by rank, the paths of earlier boxes, and the unreadable boxes."""
+def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list[B], list[Path]]:
+    """The boxes of the newest run by rank, the paths of earlier boxes, the unreadable boxes, and
+    the paths of boxes whose processes ran beside this run and do not know their ranks."""
     readable = [box for box in boxes if box.is_readable]
     unreadable = [box for box in boxes if not box.is_readable]
     if not readable:
         raise TorchwhereError(_nothing_readable(folder, unreadable))
     readable.sort(key=started_ns)
-    newest = readable[-1]
+    newest = _newest(readable)
     chosen = _last_restart([box for box in readable if _is_of_one_job(box, newest)])
-    earlier = [box.path for box in readable if chosen.get(box.rank) is not box]
-    return dict(sorted(chosen.items())), earlier, unreadable
+    others = [box for box in readable if chosen.get(box.rank) is not box]
+    first_ns = min(map(started_ns, chosen.values()))
+    unranked = [box.path for box in others if _may_become_rank(box, first_ns)]
+    earlier = [box.path for box in others if box.path not in unranked]
+    return dict(sorted(chosen.items())), earlier, unreadable, unranked
+
+
+def has_assumed_rank(box: BoxOrSummary) -> bool:
+    """Whether the process did not know its rank: its box has rank 0 for now."""
+    return box.meta.get("rank_is_assumed") is True
+
+
+def _may_become_rank(box: BoxOrSummary, first_ns: int) -> bool:
+    """Whether a box is of a process beside the ranks of a run, which began at `first_ns`. Such a
+    process may record nothing, and has no heartbeat, until it calls `init_process_group`."""
+    is_recent = alive_ns(box) > first_ns - _LATE_START_NS
+    return has_assumed_rank(box) and is_recent and not is_set_aside(box.path)
+
+
+def alive_ns(box: BoxOrSummary) -> int:
+    """The last sign of life in a box: its last record or heartbeat."""
+    return max(box.last_ns, box.beat_ns)
+
+
+def _newest(boxes: list[B]) -> B:
+    """The box that started last. A box that knows its rank wins over a younger one that does not,
+    if its process was alive when the younger one started: then both are of one job."""
+    newest = boxes[-1]
+    if has_assumed_rank(newest):
+        ranked = [box for box in boxes if not has_assumed_rank(box)]
+        if ranked and max(map(alive_ns, ranked)) > started_ns(newest):
+            return ranked[-1]
+    return newest
 
 
 def _nothing_readable(folder: Path, boxes: Sequence[BoxOrSummary]) -> str:
@@ -201,6 +240,8 @@ def _nothing_readable(folder: Path, boxes: Sequence[BoxOrSummary]) -> str:
 
 def _is_of_one_job(box: BoxOrSummary, newest: BoxOrSummary) -> bool:
     """Whether two boxes belong to one job, from what the launcher set."""
+    if has_assumed_rank(box) != has_assumed_rank(newest):
+        return False
     ports = {port_of(box), port_of(newest)} - {""}
     if box.run[0] != newest.run[0] or len(ports) > 1:
         return False

@@ -25,6 +25,7 @@ from torchwhere.blackbox.string_table import json_int
 _USUAL = Geometry(capacity=1)
 _META_KEYS = (
     "rank",
+    "rank_is_assumed",
     "world_size",
     "run_id",
     "store",

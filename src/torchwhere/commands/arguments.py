@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import KIND_LABELS, json_text
+from torchwhere.core.run_folder import run_folder
 from torchwhere.core.sanitize import printable
 from torchwhere.core.stall import STALL_S
 
@@ -102,7 +103,7 @@ def add_command(commands: Any, name: str, text: str, *, more: str = "") -> argpa
 
 
 def add_folder(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", help="folder of the run")
+    sub.add_argument("folder", type=run_folder, help="folder of the run, or one of its boxes")
 
 
 def add_ranks(sub: argparse.ArgumentParser) -> None:

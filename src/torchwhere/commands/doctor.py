@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchwhere.commands.arguments import add_command, add_json, add_stall, print_json, reading
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.run_folder import run_folder
 
 if TYPE_CHECKING:
     from torchwhere.diagnose.doctor.verdict import Verdict
@@ -22,7 +23,9 @@ def add(commands: Any) -> None:
         "diagnose a live or ended run: which rank hangs, differs or died, and why",
         more="Exit code: 0 healthy, 1 any other verdict, 2 nothing to read.",
     )
-    sub.add_argument("folder", nargs="?", help="folder of the run")
+    sub.add_argument(
+        "folder", nargs="?", type=run_folder, help="folder of the run, or one of its boxes"
+    )
     sub.add_argument(
         "--flight-recorder",
         metavar="DUMPS",

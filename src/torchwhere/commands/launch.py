@@ -43,7 +43,7 @@ def begin(
     """
     _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
     _check(script, is_module=is_module)
-    from torchwhere import start  # imports torch, or raises if torch is missing
+    from torchwhere.api.watch import current, start  # imports torch, or raises if it is missing
     from torchwhere.native.first_run import prepare
 
     if sets_variables:
@@ -52,8 +52,10 @@ def begin(
     prepare(is_first_of_host=is_first)
     sys.argv = [script, *arguments]
     start(out=out, module_events=module_events, records=records)
-    # Without a folder there are no boxes to monitor; `start` has logged why.
-    if monitor is not None and is_first and Path(out).is_dir():
+    # Without a box there is nothing to monitor; `start` has logged why.
+    session = current()
+    is_recorded = session is not None and session.is_recorded
+    if monitor is not None and is_first and is_recorded:
         _start_monitor(out, monitor)
     execute = _run_module if is_module else _run_path
     return lambda: _watched(execute, script)

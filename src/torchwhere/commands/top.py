@@ -18,6 +18,7 @@ from torchwhere.commands.arguments import (
     reading,
     seconds,
 )
+from torchwhere.core.run_folder import run_folder
 
 _INTERVAL_S = 0.5
 
@@ -30,7 +31,11 @@ def add(commands: Any) -> None:
         more="Without a terminal it prints lines. Press ? for the keys, q to quit. Exit code: 0, or"
         " 2 if there is nothing to read.",
     )
-    sub.add_argument("folder", help="folder of the run; the screen waits until it exists")
+    sub.add_argument(
+        "folder",
+        type=run_folder,
+        help="folder of the run, or one of its boxes; the screen waits until the folder exists",
+    )
     sub.add_argument(
         "--interval",
         type=seconds,

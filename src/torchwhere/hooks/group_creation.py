@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -23,12 +24,15 @@ _MOST_RANKS = 64  # recorded for a group
 
 # function, number of groups created before, ranks
 OnBegin = Callable[[str, int, list[int] | None], None]
+# rank and world size, as far as `init_process_group` gets them as arguments
+OnInit = Callable[[int | None, int | None], None]
 
 
 class GroupCreationHook:
     """Calls back when this rank begins and ends to create a group that all ranks must create."""
 
-    def __init__(self, *, on_begin: OnBegin, on_end: Callable[[], None]) -> None:
+    def __init__(self, *, on_init: OnInit, on_begin: OnBegin, on_end: Callable[[], None]) -> None:
+        self._on_init = on_init
         self._on_begin = on_begin
         self._on_end = on_end
         self._created = 0
@@ -92,6 +96,8 @@ class GroupCreationHook:
                 ranks = kwargs["ranks"] if "ranks" in kwargs else next(iter(args), None)
             self._depth += 1
             self._created += 1
+            if op == "init_process_group":
+                self._on_init(*_own_rank(args, kwargs))
             few = list(map(int, ranks))[:_MOST_RANKS] if ranks is not None else None
             self._on_begin(op, self._created - 1, few)
         except Exception as error:
@@ -106,3 +112,13 @@ class GroupCreationHook:
                 self._on_end()
         except Exception as error:
             self.errors(error)
+
+
+def _own_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Rank and world size from the arguments of `init_process_group`; None for those not given."""
+    arguments = signature(dist.init_process_group).bind_partial(*args, **kwargs).arguments
+    rank, world_size = arguments.get("rank"), arguments.get("world_size")
+    return (
+        rank if isinstance(rank, int) and rank >= 0 else None,
+        world_size if isinstance(world_size, int) and world_size > 0 else None,
+    )

@@ -34,6 +34,7 @@ _LIBRARIES = tuple(
         )
     }
 )
+_CONSOLE_SCRIPT = f"{os.sep}torchwhere"  # bin/torchwhere, which runs the user's script
 _kinds: dict[str, int] = {}
 
 
@@ -50,6 +51,7 @@ def _kind(filename: str) -> int:
     kind = _LIBRARY
     if (
         filename.startswith((_HERE, _TORCH_HOME, "<eval_with_key>", "<frozen"))
+        or filename.endswith(_CONSOLE_SCRIPT)
         or "torchinductor_" in filename
     ):
         kind = _TORCH

@@ -222,8 +222,9 @@ class _Walk:
         )
 
     def _also(self, manager: Manager, module: nn.Module) -> list[str]:
-        """The other modules of a unit that begins at several ones: `fully_shard([norm, head])`."""
-        others = [other for other in manager.modules if other is not module]
+        """The other modules of a unit that begins at several ones: `fully_shard([norm, head])`. A
+        unit around a wrapper (`checkpoint_wrapper`) begins at the module inside it."""
+        others = [other for other in manager.modules if innermost(other) is not module]
         if others and self._names is None and self._root is not None:
             self._names = {id(part): name for name, part in walk(self._root, prefix=self._prefix)}
         return [(self._names or {}).get(id(other), "?") for other in others]

@@ -13,7 +13,7 @@ from torchwhere.blackbox.run import BoxRun, process_of, read_run
 from torchwhere.blackbox.summary import BoxOrSummary, read_progress, started_ns
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.exit_records import ended_well
-from torchwhere.processes.look import is_running, look
+from torchwhere.processes.look import is_descendant, is_running, look
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.write import as_saved
 
@@ -39,7 +39,11 @@ class HostView:
     # -- boxes -------------------------------------------------------------------------------------
 
     def paths(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("rank*.box") if path.is_file())
+        return sorted(path for path in self.folder.glob("*.box") if path.is_file())
+
+    def run_paths(self) -> list[Path]:
+        """Boxes of the ranks of the run."""
+        return [box.path for box in self.run.summaries.values()] if self.run is not None else []
 
     def own_paths(self) -> list[Path]:
         """Boxes of this host. In a shared folder, other monitors look at the others."""
@@ -50,8 +54,11 @@ class HostView:
         """Ranks whose processes this host can see."""
         return [rank for rank, status in self.statuses.items() if status.alive is not None]
 
-    def read_again(self) -> None:
-        self.use(self.read())
+    def read_again(self) -> bool:
+        """Read the boxes. Returns False if the run could not be read: `run` is an older reading."""
+        run = self.read()
+        self.use(run)
+        return run is not None
 
     def use(self, run: BoxRun | None) -> None:
         """Use a run that was just read. A process is watched on after its box was deleted."""
@@ -59,7 +66,17 @@ class HostView:
             return
         if self.run is None or not _is_same_attempt(run, self.run):
             self.summaries, self.statuses = {}, {}
-        self.summaries = self.summaries | dict(run.summaries)
+        processes = {process_of(box) for box in run.summaries.values()}
+        before = self.summaries
+        # A process that has learned its rank has left the one that it assumed.
+        left = {rank: box for rank, box in before.items() if process_of(box) not in processes}
+        self.summaries = left | dict(run.summaries)
+        self.statuses = {
+            rank: status
+            for rank, status in self.statuses.items()
+            if rank in self.summaries
+            and process_of(self.summaries[rank]) == process_of(before[rank])
+        }
         self.run = run
 
     def read(self) -> BoxRun | None:
@@ -72,8 +89,16 @@ class HostView:
             return run
         if self.run is not None:
             # A restart has its own monitor.
-            return run if _is_same_attempt(run, self.run) else None
-        return run if self._is_launchers(run) else None
+            is_own = _is_same_attempt(run, self.run) or self._has_started(run)
+        else:
+            is_own = self._is_launchers(run)
+        return run if is_own else None
+
+    def _has_started(self, run: BoxRun) -> bool:
+        """Whether the process that started this monitor also started a rank of the run."""
+        return self.launcher is not None and any(
+            is_descendant(box, self.launcher) for box in run.summaries.values()
+        )
 
     def _is_launchers(self, run: BoxRun) -> bool:
         """Whether the process that started this monitor belongs to the run.
@@ -86,6 +111,8 @@ class HostView:
             (box.meta.get("host"), box.meta.get("pid")) == here for box in run.summaries.values()
         ):
             return True
+        if self._has_started(run):
+            return True
         newest = max(map(started_ns, run.summaries.values()))
         has_waited = time.time_ns() - self.started_ns > _BOX_NS
         return has_waited and self._launcher_runs() and newest > self.started_ns - 6 * _BOX_NS
@@ -94,9 +121,7 @@ class HostView:
 
     def look(self) -> bool:
         """Look at the processes. Returns True if one has exited since the last look."""
-        if self.run is None or set(self.paths()) != {
-            box.path for box in self.run.summaries.values()
-        }:
+        if self.run is None or self._has_other_paths(self.run):
             self.read_again()
         if self.run is None:
             return False
@@ -117,6 +142,11 @@ class HostView:
             rank: _after(self.statuses.get(rank), status) for rank, status in now.items()
         }
         return bool(exited)
+
+    def _has_other_paths(self, run: BoxRun) -> bool:
+        """Whether a box was created, renamed or deleted since the run was read."""
+        paths, others = set(self.paths()), {*run.earlier, *run.unranked}
+        return paths - others != set(self.run_paths())
 
     def add_exit_codes(self, exit_codes: Mapping[int, int]) -> None:
         """Add the exit codes of processes, by process id.
@@ -157,12 +187,14 @@ class HostView:
 
         A zombie counts as exited: its parent may first read our stderr to the end.
         """
-        return not self._launcher_runs() and not any(
-            status.alive for status in self.statuses.values()
-        )
+        return not self._launcher_runs() and not self.is_running()
 
     def _launcher_runs(self) -> bool:
         return self.launcher is not None and is_running(self.launcher)
+
+    def is_running(self) -> bool:
+        """Whether a process of the run is alive."""
+        return any(status.alive for status in self.statuses.values())
 
     def have_succeeded(self) -> bool:
         """Whether every rank of this host that has exited recorded a successful end."""
@@ -196,12 +228,20 @@ class HostView:
 
 
 def _is_same_attempt(run: BoxRun, other: BoxRun) -> bool:
-    """Whether no rank of both runs has another process: there was no restart in between."""
+    """Whether there was no restart between two readings.
+
+    Then they have a process in common, or no rank in common. Rank and run id do not count: a
+    process may learn both only when it calls `init_process_group`.
+    """
     processes, others = (
-        {rank: (box.run, process_of(box)) for rank, box in side.summaries.items()}
+        {
+            rank: (process_of(box), box.meta.get("pid_started"))
+            for rank, box in side.summaries.items()
+        }
         for side in (run, other)
     )
-    return all(others.get(rank, process) == process for rank, process in processes.items())
+    has_common_process = not set(processes.values()).isdisjoint(others.values())
+    return has_common_process or processes.keys().isdisjoint(others)
 
 
 def _after(before: ProcessStatus | None, now: ProcessStatus) -> ProcessStatus:

@@ -49,5 +49,5 @@ class JoinedData:
         self.job_calls.by_rank = dict(sorted(self.job_calls.by_rank.items()))
         boxes = dict(sorted(self.boxes.items()))
         unreadable: list[Any] = list(run.unreadable)
-        job = RunSummary(run.folder, boxes, run.earlier, unreadable, NOUN, self.missing)
+        job = RunSummary(run.folder, boxes, run.earlier, unreadable, noun=NOUN, notes=self.missing)
         return Inputs(job, self.job_calls, self.saved, self.gpus)

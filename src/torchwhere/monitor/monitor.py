@@ -29,6 +29,7 @@ from torchwhere.monitor.single import SingleHost, with_hosts
 from torchwhere.monitor.verdict_output import VerdictOutput, print_error, verdict_key
 from torchwhere.pipeline.verdict import diagnose_run
 from torchwhere.processes.exit_waiter import ExitWaiter
+from torchwhere.processes.workers import Worker, workers_of
 from torchwhere.snapshots.read import MONITOR, saved_statuses
 from torchwhere.snapshots.write import MOST_RANKS, SnapshotWriter
 
@@ -57,6 +58,7 @@ class Monitor:
     _snapshot_writer: SnapshotWriter = field(init=False)
     _gpu_sampler: GpuSampler = field(init=False)
     _has_ended_ranks: bool = False
+    _workers: list[Worker] = field(default_factory=list)  # of the ranks that it has ended
     _has_unexamined_exit: bool = False
     _exited_at: float = 0.0
     _examined_at: float = 0.0
@@ -128,7 +130,10 @@ class Monitor:
 
     def _look(self) -> bool:
         """Look at the processes and save what they show. Returns True if one has exited."""
+        had_run = self.host.run is not None
         has_exit = self.host.look()
+        if self.host.run is not None and not had_run:
+            self._output.set_aside(self.host.run)
         is_due = time.monotonic() - self._saved_at > SAVE_S
         if self.host.run is not None and (has_exit or is_due):
             self._save_statuses()
@@ -137,7 +142,7 @@ class Monitor:
         return has_exit
 
     def _is_stalled(self) -> bool:
-        paths = self.host.paths() if self.role.gives_verdicts else self.host.own_paths()
+        paths = self.host.run_paths() if self.role.gives_verdicts else self.host.own_paths()
         is_stalled = self.host.is_stalled(paths, stall_s=self.stall_s)
         return is_stalled and time.monotonic() - self._examined_at > self.stall_s / 2
 
@@ -146,8 +151,9 @@ class Monitor:
         start = time.monotonic()
         self._has_unexamined_exit = False
         self.role.request_snapshots()
-        read_ns, read_at = self._read_again()
-        if self.host.run is None:
+        read_ns, read_at, is_fresh = self._read_again()
+        if self.host.run is None or (self.host.is_running() and not is_fresh):
+            self._examined_at = time.monotonic()  # an old reading says nothing about a live job
             return
         inputs = self.role.inputs(self.host.run)
         saved = saved_statuses(self.folder) | inputs.saved | self.host.saved_statuses()
@@ -179,10 +185,12 @@ class Monitor:
             self._output.retract_wait(verdict)
 
     def _end_ranks(self) -> None:
-        """Send the signal of `--end-with` to the ranks of this host, once."""
+        """Send the signal of `--end-with` to the ranks of this host, once. Remember their workers:
+        after the end of a rank, nothing shows which processes it had started."""
         if self.end_with is None or self._has_ended_ranks:
             return
         self._has_ended_ranks = True
+        self._workers = workers_of(set(self.host.alive_pids().values()))
         for rank, pid in self.host.alive_pids().items():
             self.print_line(
                 f"torchwhere: ending rank {rank} (process {pid}) with {self.end_with.name}"
@@ -199,12 +207,22 @@ class Monitor:
         self.host.look_for_stacks(self.role.wanted_stacks)
         self._save_statuses()
         # After the look: the box of a process that has exited then holds its last events.
-        self._write_snapshot(*self._read_again())
+        self._write_snapshot(*self._read_again()[:2])
         run = self.host.run
         boxes = {rank: run.boxes[rank] for rank in self.host.own_ranks() if rank in run.boxes}
         self.role.send_report(boxes, self.host.statuses, is_last=is_last)
 
+    def _end_workers(self) -> None:
+        """End the workers that outlived the ranks which this monitor has ended."""
+        for worker in self._workers:
+            if worker.is_left_over():
+                self.print_line(
+                    f"torchwhere: ending process {worker.pid}, a worker that outlived its rank"
+                )
+                worker.kill()
+
     def _finish(self) -> bool:
+        self._end_workers()
         self._save_statuses()
         self._gpu_sampler.stop()
         if not self.role.gives_verdicts:
@@ -215,17 +233,17 @@ class Monitor:
 
     # -- saving ------------------------------------------------------------------------------------
 
-    def _read_again(self) -> tuple[int, float]:
-        """Read the boxes. Returns when that began, by the wall clock and the monotonic clock."""
+    def _read_again(self) -> tuple[int, float, bool]:
+        """Read the boxes. Returns when that began, by the wall clock and the monotonic clock, and
+        whether the run could be read."""
         now_ns = time.time_ns()
         now = time.monotonic()
-        self.host.read_again()
-        return now_ns, now
+        return now_ns, now, self.host.read_again()
 
     def _write_due_snapshot(self) -> None:
         changed_at = self.host.last_progress_at()
         if changed_at is not None and self._snapshot_writer.is_due(changed_at):
-            self._try(lambda: self._write_snapshot(*self._read_again()))
+            self._try(lambda: self._write_snapshot(*self._read_again()[:2]))
 
     def _write_snapshot(self, read_ns: int, read_at: float) -> None:
         """Save the last calls of this host's ranks, for a doctor that lacks a box.

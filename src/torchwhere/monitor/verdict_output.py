@@ -1,14 +1,22 @@
-"""Publishes the verdicts of a monitor: prints each one once, and keeps the last one as files."""
+"""Publishes the verdicts of a monitor: prints each one once, and saves them in the run's folder.
+
+`verdicts.jsonl` has all verdicts of the run. `verdict.txt` and `verdict.json` have the one that
+explains the state of the job: the last one, or a hang that the exits of its ranks followed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchwhere.blackbox.run import BoxRun
+from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.atomic_file import replace_file
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
@@ -16,6 +24,8 @@ from torchwhere.render.verdict import verdict_json, verdict_text
 from torchwhere.render.verdict_text.observers import passed_text, wait_over_text
 
 _NOT_WRONG = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
+HISTORY_FILE = "verdicts.jsonl"
+_FILES = ("verdict.txt", "verdict.json", HISTORY_FILE)
 _MAY_PASS = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
 
 
@@ -25,47 +35,89 @@ def print_error(text: str) -> None:
 
 @dataclass(slots=True)
 class VerdictOutput:
-    """Prints verdicts on stderr, or gives them to `print_verdict`; writes `verdict.txt`,
-    `.json`."""
+    """Prints verdicts on stderr, or gives them to `print_verdict`; writes the files."""
 
     folder: Path
     print_verdict: Callable[[Verdict], None] | None = None
     print_line: Callable[[str], None] = print_error
     _printed: set[str] = field(default_factory=set)
-    _wait: Verdict | None = None  # the last verdict, if it is a wait that may pass
+    _saved: Verdict | None = None  # the verdict in `verdict.txt`, unless it was withdrawn
 
     def is_new(self, verdict: Verdict) -> bool:
         return is_worth_printing(verdict) and verdict_key(verdict) not in self._printed
 
     def publish(self, verdict: Verdict) -> None:
         self._printed.add(verdict_key(verdict))
-        text = verdict_text(verdict)
+        is_consequence = self._saved is not None and _follows(self._saved, verdict)
+        text, values = verdict_text(verdict), verdict_json(verdict)
+        files = HISTORY_FILE if is_consequence else "verdict.txt, verdict.json"
         if self.print_verdict is not None:
             self.print_verdict(verdict)
         else:
             self.print_line(
-                f"\n--- torchwhere ---\n{text}\n--- saved in {self.folder}: verdict.txt,"
-                " verdict.json ---"
+                f"\n--- torchwhere ---\n{text}\n--- saved in {self.folder}: {files} ---"
             )
-        self._write(text, verdict_json(verdict))
-        self._wait = verdict if verdict.kind in _MAY_PASS else None
+        self._add_to_history(values)
+        if not is_consequence:
+            self._write(text, values)
+            self._saved = verdict
 
     def retract_wait(self, now: Verdict) -> None:
         """Take back a printed wait if the job goes on: it is not how the job ended."""
-        if self._wait is None or now.kind not in _NOT_WRONG or now.certainty is Certainty.UNKNOWN:
+        if self._saved is None or self._saved.kind not in _MAY_PASS:
             return
-        earlier, self._wait = self._wait, None
+        if now.kind not in _NOT_WRONG or now.certainty is Certainty.UNKNOWN:
+            return
+        earlier, self._saved = self._saved, None
         self._printed.clear()  # the same may happen again
         if self.print_verdict is not None:
             self.print_verdict(now)
         else:
             self.print_line(wait_over_text(now))
         text = f"{verdict_text(earlier)}\n{passed_text(now)}"
-        self._write(text, verdict_json(earlier) | {"passed": True})
+        values = verdict_json(earlier) | {"passed": True}
+        self._add_to_history(values)
+        self._write(text, values)
+
+    def set_aside(self, run: BoxRun) -> None:
+        """Rename the files of an earlier run in the folder. A restart belongs to the same run."""
+        boxes = run.summaries.values()
+        if any(box.run[1] > 0 for box in boxes):
+            return
+        began_s = min(map(started_ns, boxes)) / 1e9
+        for name in _FILES:
+            path = self.folder / name
+            with contextlib.suppress(OSError):
+                changed_s = path.stat().st_mtime
+                if changed_s < began_s:
+                    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(changed_s))
+                    path.rename(path.with_name(f"{path.stem}.{when}{path.suffix}"))
+
+    def _add_to_history(self, values: dict[str, Any]) -> None:
+        line = json.dumps({"t_ns": time.time_ns()} | values)
+        with contextlib.suppress(OSError), (self.folder / HISTORY_FILE).open("a") as file:
+            file.write(line + "\n")
 
     def _write(self, text: str, values: dict[str, Any]) -> None:
         replace_file(self.folder / "verdict.txt", text + "\n")
         replace_file(self.folder / "verdict.json", json.dumps(values, indent=1))
+
+
+def _follows(hang: Verdict, verdict: Verdict) -> bool:
+    """Whether a verdict on exits only says how a reported hang ended: the job has made no progress
+    in between."""
+    if verdict.kind is not VerdictKind.DEAD or hang.kind is VerdictKind.DEAD:
+        return False
+    awaited = _awaited(verdict)
+    return awaited is not None and awaited == _awaited(hang)
+
+
+def _awaited(verdict: Verdict) -> tuple[object, ...] | None:
+    """The collective, or the group creation, that ranks wait in."""
+    call, creation = verdict.collective, verdict.facts.get("gathering")
+    if call is not None:
+        return call.get("group"), call.get("op"), call.get("number")
+    return (creation["op"], creation["number"]) if creation is not None else None
 
 
 def verdict_key(verdict: Verdict) -> str:

@@ -76,6 +76,20 @@ def is_running(pid: int) -> bool:
     return bool(stat) and stat[0] not in _EXITED
 
 
+def is_descendant(box: BoxOrSummary, ancestor: int) -> bool:
+    """Whether the process of a box runs on this host, and `ancestor` started it directly or
+    indirectly."""
+    if box.meta.get("host") != socket.gethostname():
+        return False
+    stat = _own_stat(box)
+    while stat:
+        parent = int(stat[1])
+        if parent == ancestor:
+            return True
+        stat = _stat(parent)
+    return False
+
+
 class _Observer:
     """One look. Reads each OOM counter and lists each folder once: ranks share them."""
 
@@ -235,7 +249,8 @@ _UNCAUGHT = re.compile(
 )
 IN_NATIVE_THREAD = "in a native thread"  # how a process crashed
 _MAX_FRAMES = 64
-_LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # run the script, outside of it
+# These run the script, outside of it; the last one is the console script in bin/.
+_LAUNCHERS = re.compile(r"/torchwhere/|<frozen runpy>|/runpy\.py|/torchwhere$")
 _OWN = "/torchwhere/hooks/"  # inside the script
 
 
@@ -283,7 +298,7 @@ def stall_stack(text: str, *, last_ns: int) -> tuple[Stack, int | None]:
 
 def without_own_frames(frames: list[PythonFrame]) -> Stack:
     """A stack without the frames of the launcher and of torchwhere."""
-    while frames and any(part in frames[-1].file for part in _LAUNCHERS):
+    while frames and _LAUNCHERS.search(frames[-1].file):
         frames.pop()
     shown = [frame for frame in frames[:_MAX_FRAMES] if _OWN not in frame.file]
     return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in shown)

@@ -29,6 +29,12 @@ def rank_and_world() -> tuple[int, int]:
     return rank, max(launched.world_size or 1, rank + 1)
 
 
+def is_rank_assumed() -> bool:
+    """Whether neither a process group nor a launcher gives the rank: then it is 0 for now."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return not has_group and launch().rank is None
+
+
 def _number(variable: str, default: int) -> int:
     try:
         return int(os.environ.get(variable, default))
@@ -88,6 +94,7 @@ def describe() -> dict[str, Any]:
         "rank": rank,
         "world_size": world,
         "local_rank": launch().local_rank or 0,
+        "rank_is_assumed": is_rank_assumed(),
         "run_id": run_id(),
         "store": store(),
         "restart": _number("TORCHELASTIC_RESTART_COUNT", 0),

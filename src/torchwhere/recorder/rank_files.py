@@ -1,16 +1,23 @@
 """The files of this rank: the box, and the files for stacks of a crash and of a stall.
 
-All three are named after the rank, so they are renamed together once the real rank is known. A box
-in memory has no files beside it.
+All three are named after the rank, so they are renamed together once the real rank is known. Until
+then the rank is assumed to be 0. If another process already uses the files of rank 0, they have a
+provisional name with host and process id. A box in memory has no files beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.file_names import box_name, fault_file, stall_file
+from torchwhere.blackbox.file_names import (
+    box_name,
+    fault_file,
+    provisional_name,
+    stall_file,
+)
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.hooks.device import may_have_device
@@ -54,12 +61,16 @@ class RankFiles:
         if self._stall_file is not None:
             self._stall_file.write()
 
-    def rename_to(self, rank: int) -> None:
-        """Name the files after another rank. The old names stay if another process uses the new
-        names."""
+    def rename_to(self, rank: int) -> str | None:
+        """Name the files after another rank.
+
+        The old names stay if another process uses the new names. Returns the reason then.
+        """
         if self.box.path is None:
-            return
+            return None
         path = self.box.path.with_name(box_name(rank))
+        if path == self.box.path:
+            return None
         try:
             self.box.rename(path)
             if self._faults is not None:
@@ -67,12 +78,12 @@ class RankFiles:
             if self._stall_file is not None:
                 self._stall_file.rename(stall_file(path))
         except (TorchwhereError, OSError) as error:
-            log.warning(
-                "torchwhere: this process is %s, but its box keeps the name %s: %s",
-                path.stem,
-                self.box.path,
-                error,
+            if _has_assumed_rank(path):  # readers use the header, so the name does not matter
+                return None
+            return (
+                f"this process is rank {rank}, but its box keeps the name {self.box.path}: {error}"
             )
+        return None
 
     def _install_faults(self) -> None:
         assert self._faults is not None
@@ -83,23 +94,45 @@ class RankFiles:
         self.box.write_meta()
 
 
+def _has_assumed_rank(path: Path) -> bool:
+    """Whether the process that writes a box only assumes its rank, for example the parent of
+    workers."""
+    # This imports the reader of boxes, which most jobs do not need.
+    from torchwhere.blackbox.reader import read_header
+
+    return read_header(path).meta.get("rank_is_assumed") is True
+
+
 def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter:
-    """Return the box of this rank: in memory if the file cannot be written."""
-    path = out / box_name(meta["rank"]) if out is not None else None
+    """Return the box of this rank: in memory if no file can be written."""
     extension = native()
-    try:
-        return BoxWriter(
-            path,
-            meta=meta,
-            records=records,
-            on_lost=lambda why: log.warning("torchwhere: %s", why),
-            native=extension,
-            has_device=extension is not None and may_have_device(),
-        )
-    except OSError as error:
-        log.warning(
-            "torchwhere: nothing is recorded, %s cannot be written: %s",
-            path,
-            error.strerror or error,
-        )
-        return BoxWriter(None, meta=meta, records=records, native=extension)
+    open_box = partial(
+        BoxWriter,
+        meta=meta,
+        records=records,
+        on_lost=lambda why: log.warning("torchwhere: %s", why),
+        native=extension,
+    )
+    has_device = extension is not None and may_have_device()
+    problem = ""
+    for path in _possible_paths(out, meta):
+        try:
+            return open_box(path, has_device=has_device)
+        except TorchwhereError as error:  # another process writes it
+            problem = str(error)
+        except OSError as error:
+            problem = f"{path} cannot be written: {error.strerror or error}"
+            break
+    if problem:
+        log.warning("torchwhere: nothing is recorded, %s", problem)
+    return open_box(None, has_device=out is None and has_device)
+
+
+def _possible_paths(out: Path | None, meta: dict[str, Any]) -> list[Path]:
+    """The files that this process may write, the preferred one first."""
+    if out is None:
+        return []
+    path = out / box_name(meta["rank"])
+    if not meta["rank_is_assumed"]:
+        return [path]
+    return [path, out / provisional_name(meta["host"], meta["pid"])]

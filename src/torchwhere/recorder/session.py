@@ -55,6 +55,7 @@ from torchwhere.recorder.installation import (
     do_nothing,
     hook_part,
 )
+from torchwhere.recorder.own_rank import OwnRank
 from torchwhere.recorder.rank_files import RankFiles
 from torchwhere.recorder.recorder import LineAndGraph, Recorder
 
@@ -80,6 +81,7 @@ class Session:
         self._on_exit = on_exit
         meta = identity.describe()
         self._files = RankFiles(out, meta=meta, records=records)
+        self._own_rank = OwnRank(self._files, on_change=self._rank_changed)
         self._box = self._files.box
         # A lambda: `self.recorder` does not exist yet.
         self._threads = Threads(
@@ -168,7 +170,9 @@ class Session:
             on_replayed=cuda_graphs.replayed,
         )
         self._group_creation = GroupCreationHook(
-            on_begin=self._group_begins, on_end=self.recorder.group_ends
+            on_init=self._own_rank.announce,
+            on_begin=self._group_begins,
+            on_end=self.recorder.group_ends,
         )
         self._compilation = CompilationHook(
             on_begin=self._compile_begins, on_end=self._compile_ends
@@ -283,6 +287,12 @@ class Session:
         self._installation.abandon()
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether this watch writes a file. Without a folder, or if it cannot be written, the box
+        is in memory."""
+        return self._box.path is not None
+
+    @property
     def compilations(self) -> Ledger:
         """The graphs that were compiled since the watch began."""
         return self._compilation.ledger
@@ -322,7 +332,7 @@ class Session:
         if self._box.path is None:
             return
         self._files.write_stall_stack()
-        if self._stall_snapshot is None:
+        if self._stall_snapshot is None or self._stall_snapshot.box != self._box.path:
             # This imports the reader of boxes, which a job that never stalls does not need.
             from torchwhere.snapshots.on_stall import StallSnapshot
 
@@ -370,24 +380,12 @@ class Session:
 
     def _settle_rank(self) -> None:
         """Correct rank and world size once a process group exists: they were assumed before."""
-        if not dist.is_initialized():
-            return
-        rank, world = dist.get_rank(), dist.get_world_size()
-        self._start_heartbeat(world)
-        self._memory.begin()
-        meta = self._box.meta
-        fields = {
-            "rank": rank,
-            "world_size": world,
-            "run_id": meta["run_id"] or identity.run_id(),
-            "store": identity.store(),
-        }
-        if fields.items() <= meta.items():
-            return
-        if rank != meta["rank"]:
-            self._files.rename_to(rank)
-        self._box.meta = meta | fields
-        self._box.write_meta()
+        if dist.is_initialized():
+            self._start_heartbeat(dist.get_world_size())
+            self._memory.begin()
+            self._own_rank.settle()
+
+    def _rank_changed(self, rank: int) -> None:
         self.recorder.rank = self.phases.rank = rank
 
     def _at_exit(self) -> None:

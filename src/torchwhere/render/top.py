@@ -120,7 +120,8 @@ def verdict_sentence(verdict: Verdict, run: RunNow) -> str:
     sentence = lines[1] if len(lines) > 1 else ""
     if verdict.get("kind") == "healthy":
         if run.culprits:
-            return "the doctor does not call this a hang yet (see --stall)"
+            still_s = max(rank.age_s for rank in run.culprits)
+            return f"no progress for {age(still_s)}, not yet called a hang (see --stall)"
         # The rest tells how far the job is, which the screen shows anyway.
         sentence = sentence.partition(". ")[0].removesuffix(".")
     return f"{kind}: {sentence}" if sentence else kind

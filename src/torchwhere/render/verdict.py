@@ -59,6 +59,8 @@ def _title(verdict: Verdict) -> str:
     if verdict.certainty == "inferred":
         facts.append(f"({verdict.certainty})")
     title = _TITLES[verdict.kind]
+    if verdict.kind is VerdictKind.HEALTHY and verdict.stalled_s is not None:
+        title = "NOT YET A HANG"
     if verdict.certainty == "unknown":
         title = "DEAD, CAUSE NOT KNOWN" if verdict.kind is VerdictKind.DEAD else "NOT KNOWN"
     return f"{title}  {', '.join(facts)}"

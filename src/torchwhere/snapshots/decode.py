@@ -241,6 +241,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
     since_ns, last, end = or_none(int_, data["in_collective_since_ns"]), data["last"], data["end"]
     creations = list_(data.get("group_creations", []), most=64)
     place = or_none(_place, data["place"])
+    moved_ns = int_(data.get("moved_ns", 0))
     return RankSummary(
         box_summary=_box_summary(dict_(data["box_summary"]), host, ahead_ns),
         parts=tuple(map(_stream_slice, list_(data["parts"]))),
@@ -249,6 +250,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
         exceptions=tuple(_event(event, ahead_ns) for event in list_(data["exceptions"], most=64)),
         place=place,
         in_collective_since_ns=since_ns - ahead_ns if since_ns is not None else None,
+        moved_ns=moved_ns - ahead_ns if moved_ns else 0,
         unnamed=or_none(_ints, data.get("unnamed")),
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
         device=decode_device(data.get("device"), ahead_ns, cpu=place, place=_place),

@@ -27,7 +27,7 @@ class StallSnapshot:
     """Saves snapshots for one rank."""
 
     def __init__(self, box: Path, *, rank: int) -> None:
-        self._box, self._rank = box, rank
+        self.box, self._rank = box, rank
         self._host = socket.gethostname()
         self._snapshot_writer = SnapshotWriter(box.parent, source=STALL)
         self._neighbours: set[int] = set()  # in the last snapshot
@@ -55,11 +55,11 @@ class StallSnapshot:
 
     def _summaries(self) -> dict[int, BoxSummary]:
         """Boxes of this host since the job's last restart; empty without its own box."""
-        own = read_header(self._box)
+        own = read_header(self.box)
         summaries = {}
         for rank in range(max(0, self._rank - _AROUND), self._rank + _AROUND + 1):
             # a few KB: most of them may belong to other hosts
-            box = read_header(self._box.with_name(box_name(rank)))
+            box = read_header(self.box.with_name(box_name(rank)))
             is_of_this_run = (box.run, box.meta.get("host")) == (own.run, self._host)
             if box.is_readable and box.rank == rank and is_of_this_run:
                 summaries[rank] = summarize(box)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box, main_cursor
 from torchwhere.blackbox.device import DeviceState, device_state, device_times
+from torchwhere.blackbox.step_pace import usual_step_ns
 from torchwhere.blackbox.string_table import Group, json_int, ranks_of
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import FAILED
@@ -27,7 +28,6 @@ from torchwhere.diagnose.calls.keys import CallSite, Signature, StreamKey
 from torchwhere.diagnose.calls.order import CallSorter, SortedCalls, narrow
 
 _SAME_MOMENT_NS = 1_000_000
-_STEPS = 50  # the last steps that count for the speed
 _LINES = 64  # the last records that are searched for a line
 _MOST_EVENTS = 4  # of one kind
 _MOST_DELAY_US = (1 << 32) - 2
@@ -66,6 +66,7 @@ class RankSummary(NamedTuple):
     exceptions: tuple[Event, ...] = ()  # the last few
     place: Place | None = None  # of its main thread
     in_collective_since_ns: int | None = None
+    moved_ns: int = 0  # wall clock of the last move of any of its threads; 0 if not known
     # the number of calls in each group, if the names of the groups are lost
     unnamed: tuple[int, ...] | None = None
     group_creations: tuple[GroupCreation, ...] = ()  # the last few
@@ -243,6 +244,7 @@ def _state(box: Box) -> dict[str, Any]:
         "exceptions": _last_of(box, Kind.EXCEPTION) if kinds[Kind.EXCEPTION] else (),
         "place": cursor.place if cursor is not None else None,
         "in_collective_since_ns": _in_collective_since(box, moved_ns),
+        "moved_ns": moved_ns,
         "group_creations": _group_creations(box) if kinds[Kind.GROUP_BEGIN] else (),
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
         "has_unknown_replays": bool(kinds[Kind.REPLAY]) and _has_unknown_replays(box),
@@ -316,14 +318,13 @@ def _last_line(box: Box) -> str | None:
 
 
 def _steps(box: Box) -> dict[str, Any]:
-    """Returns the last step, the recent steps a second, and the threads that count steps."""
+    """Returns the last step, the steps a second, and the threads that count steps."""
     records = box.records
     begins = np.flatnonzero(records["kind"] == int(Kind.STEP_BEGIN))
     threads = set(records["thread"][begins].tolist())
-    recent = begins[-_STEPS:]
-    lasted_ns = int(records["t_ns"][recent[-1]]) - int(records["t_ns"][recent[0]])
+    step_ns = usual_step_ns(records, from_start=not box.counts.overwritten)
     return {
-        "steps_per_s": (len(recent) - 1) * 1e9 / lasted_ns if lasted_ns > 0 else None,
-        "last_step": int(records["step"][recent[-1]]),
+        "steps_per_s": 1e9 / step_ns if step_ns is not None else None,
+        "last_step": int(records["step"][begins[-1]]),
         "steppers": tuple(sorted(str(box.thread(number)) for number in threads)),
     }

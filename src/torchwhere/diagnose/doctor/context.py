@@ -265,6 +265,13 @@ class Context:
             param=place.param,
         )
 
+    def was_missing(self, rank: int, *, since_ns: int) -> bool:
+        """Whether others had waited for a rank since `since_ns`, longer than a stall, when it was
+        killed: it hung before, and its exit explains nothing."""
+        exits = self.exits
+        was_killed = exits.was_killed(rank) and self.status(rank).out_of_memory is None
+        return was_killed and exits.alive_ns(rank) - since_ns >= self.timing.stall_s * 1e9
+
     def device_place(self, rank: int) -> DevicePlace | None:
         """Where the device of a rank is, beside its CPU; None if that is not known."""
         state = self.job_calls.by_rank[rank].rank_summary.device

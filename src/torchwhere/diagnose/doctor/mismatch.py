@@ -11,7 +11,7 @@ are compared only where the step of a call is deterministic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ class Mismatch:
     aspect: Literal["signature", "call_site", "step"]
     # if the largest cohort is not unique: ranks that changed since the step before
     deviated: tuple[int, ...] = ()
+    has_new_op: bool = False  # they deviated by an op that they had not issued in the group before
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -55,7 +56,11 @@ def mismatches(job_calls: JobCalls) -> list[Mismatch]:
     """The first difference of each stream."""
     first_differences = []
     for window in [*job_calls.windows(), *job_calls.longer_windows()]:
-        differences = (_in_signature(window), _in_call_site(job_calls, window), _in_step(window))
+        differences = (
+            _in_signature(job_calls, window),
+            _in_call_site(job_calls, window),
+            _in_step(window),
+        )
         differing = [mismatch for mismatch in differences if mismatch is not None]
         # the first difference causes the rest; at the same number, the signature says most
         if differing:
@@ -63,14 +68,35 @@ def mismatches(job_calls: JobCalls) -> list[Mismatch]:
     return first_differences
 
 
-def _in_signature(window: CallWindow) -> Mismatch | None:
+def _in_signature(job_calls: JobCalls, window: CallWindow) -> Mismatch | None:
     if len(window.heads) == 1:
         return None
     differs = np.flatnonzero((window.signature_ids != window.signature_ids[0]).any(axis=0))
     if not len(differs):
         return None
     column = int(differs[0])
-    return _mismatch(window, column, window.signature_ids, "signature")
+    mismatch = _mismatch(window, column, window.signature_ids, "signature")
+    if mismatch.is_certain or mismatch.deviated:
+        return mismatch
+    # DDP rebuilds its buckets after the first step, so all ranks issue new shapes there.
+    novel = window.members_of(_has_new_op(job_calls, window, column))
+    if not 0 < len(novel) < len(window.ranks):
+        return mismatch
+    return replace(mismatch, deviated=tuple(sorted(novel)), has_new_op=True)
+
+
+def _has_new_op(job_calls: JobCalls, window: CallWindow, column: int) -> npt.NDArray[np.bool_]:
+    """For each class, whether it issued an op that it had not issued in the window before. All
+    false at the first call, where everything is new."""
+    signature_of = job_calls.shared_ids.signature_ids
+
+    def op(number: int) -> str | None:
+        signature = signature_of[number]
+        return signature[0] if signature is not None else None
+
+    rows = window.signature_ids[:, : column + 1].tolist()
+    has_new = [op(row[-1]) not in {None, *map(op, set(row[:-1]))} for row in rows]
+    return np.array(has_new) & (column > 0)
 
 
 def _undamaged(job_calls: JobCalls, window: CallWindow) -> CallWindow | None:

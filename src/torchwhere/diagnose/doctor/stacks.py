@@ -18,7 +18,8 @@ from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.processes.status import ProcessStatus
 
 _NOT_THE_USERS = re.compile(
-    r"/(site|dist)-packages/|/lib/python|<frozen|<eval_with_key>|torchinductor_|/src/torchwhere/(?!src/|examples/|tests/|bench/)"
+    r"/(site|dist)-packages/|/lib/python|<frozen|<eval_with_key>|torchinductor_"
+    r"|/src/torchwhere/(?!src/|examples/|tests/|bench/)|/bin/torchwhere:"
 )
 _DISTRIBUTED = "/torch/distributed/"
 _IMPORT = re.compile(r"<frozen importlib|/importlib/")

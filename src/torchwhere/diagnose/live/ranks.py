@@ -11,25 +11,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from torchwhere.blackbox.file_names import stall_file
 from torchwhere.blackbox.issued import Issued
 from torchwhere.blackbox.live_box import LiveBox
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
+from torchwhere.core.stall import NO_PROGRESS_S, no_progress_s
 from torchwhere.diagnose.doctor.exit_records import ended_well
+from torchwhere.diagnose.doctor.stacks import user_line
 from torchwhere.diagnose.doctor.verdict import State
+from torchwhere.processes.look import read_text, stall_stack
 from torchwhere.processes.status import ProcessStatus
 
-# `torchwhere top` marks a rank that makes no progress for this long: within two seconds of the
-# stop. The doctor calls a wait a hang much later (`core.stall.STALL_S`).
-NO_PROGRESS_S = 1.5
-_STEPS = 5  # a rank may be still for as long as so many of its steps take
-_GAPS = 2  # or so many times its longest stop so far
-_START_S = 30.0  # before the first module, collective or step, and during compilation
+_STEPS = 5  # a rank that has been in a step for as long as so many take has no speed
+_GAPS = 2  # a rank may be still for so many times its longest stop so far
 _STEPS_KEPT = 9
 _UNKNOWN = ProcessStatus()
 
@@ -51,7 +51,16 @@ class RankNow:
 
     @cached_property
     def place(self) -> Place:
-        return self.live_box.place()
+        place = self.live_box.place()
+        if place.line is not None or not self.is_stalled:
+            return place
+        return replace(place, line=self._stack_line())
+
+    def _stack_line(self) -> str | None:
+        """The user's line in the stack that a stalled rank has saved; None if there is none."""
+        text = read_text(stall_file(self.live_box.path))
+        stack, _ = stall_stack(text, last_ns=self.live_box.moved_ns)
+        return (user_line(stack) or "").removeprefix(f"{self.live_box.meta.get('folder')}/") or None
 
     @cached_property
     def issued(self) -> Issued | None:
@@ -65,7 +74,8 @@ class RankNow:
     @cached_property
     def device(self) -> DevicePlace | None:
         """Where its device is; None if no device has reached a mark."""
-        return self.live_box.device()
+        device = self.live_box.device()
+        return replace(device, cpu=self.place) if device is not None else None
 
     @property
     def host(self) -> str:
@@ -115,6 +125,7 @@ class _Track:
     gap_s: float = 0.0  # its longest stop so far
     # the time at which each step was first seen
     steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
+    earlier_step_s: float | None = None  # the usual duration of the steps before the polls
 
     def update(self, now_s: float, now_ns: int, *, has_moved: bool) -> None:
         if has_moved:
@@ -138,8 +149,18 @@ class _Track:
         mean_ns = self.live_box.mean_step_ns
         return mean_ns / 1e9 if mean_ns else None
 
+    def _recent_step_s(self) -> float | None:
+        """The duration of recent steps, as users count them: without the set-up of the job."""
+        if len(self.steps) > 2:
+            return self.step_s()
+        if self.earlier_step_s is None and self.live_box.ended_steps > 1:
+            # The mean is for steps of so many records that the end of the ring has no whole one.
+            step_ns = self.live_box.recent_step_ns() or self.live_box.mean_step_ns
+            self.earlier_step_s = step_ns / 1e9 if step_ns else None
+        return self.earlier_step_s
+
     def steps_per_s(self, now_s: float) -> float | None:
-        usual = self.step_s()
+        usual = self._recent_step_s()
         if usual is None or usual <= 0:
             return None
         late_s = now_s - self.steps[-1][0] if self.steps else 0.0
@@ -148,13 +169,14 @@ class _Track:
     def patience_s(self, now_s: float, stall_s: float, *, is_waiting: bool) -> float:
         """The time without progress after which the rank counts as stalled."""
         usual = self.step_s()
-        if not self.live_box.has_begun or self.live_box.is_compiling:
-            return max(stall_s, _START_S)
-        if usual is None:  # a first step is slow, but waiting for ranks behind is a reason
-            return stall_s if is_waiting else max(stall_s, _START_S / 3)
-        limit = _STEPS * usual
+        is_starting = not self.live_box.has_begun or self.live_box.is_compiling
+        limit = no_progress_s(
+            usual, is_waiting=is_waiting, is_starting=is_starting, least_s=stall_s
+        )
+        if usual is None or is_starting:
+            return limit
         has_learned = now_s - self.first_s > 2 * usual and self.gap_s > 0
-        return max(stall_s, min(limit, _GAPS * self.gap_s) if has_learned else limit)
+        return max(stall_s, min(limit, _GAPS * self.gap_s)) if has_learned else limit
 
 
 class LiveRanks:

@@ -39,6 +39,7 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
     Progressing,
     ProgressingAtEnd,
     Quiet,
+    Standstill,
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.straggler import LateRanks
@@ -148,14 +149,17 @@ def _evidence_facts(
 def _report(context: Context, finding: Finding, rank: int) -> RankReport:
     rank_calls = context.job_calls.by_rank[rank]
     last, detail = rank_calls.last, context.detail(rank, blocked=finding.blocked)
-    status = context.status(rank)
+    status, shown = context.status(rank), None
+    if last is not None:
+        shown = shown_fields(rank_calls.fields(*last))
+        shown["group"] = context.job_calls.group(last[0]).title
     # a rank that failed and then crashed while it exited: that stack explains nothing
     has_recorded = rank_calls.end is not None or context.exits.unfinished(rank) is not None
     has_exit_stack = has_recorded and status.ended is not None
     return RankReport(
         state=context.state(rank, blocked=finding.blocked),
         place=context.place(rank),
-        last=shown_fields(rank_calls.fields(*last)) if last is not None else None,
+        last=shown,
         detail=detail_text(detail) if detail is not None else None,
         stack=() if has_exit_stack else status.stack,
         device=context.device_place(rank),
@@ -212,6 +216,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     ProgressingAtEnd: no_fault.progressing_at_end_text,
     UnobservedEnd: no_fault.unobserved_end_text,
     Quiet: no_fault.quiet_text,
+    Standstill: no_fault.standstill_text,
     EndedUnfinished: _ended_unfinished_text,
     NothingPending: dumps.nothing_pending_text,
     ProgressedMeanwhile: dumps.progressed_meanwhile_text,

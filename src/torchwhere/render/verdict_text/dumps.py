@@ -17,7 +17,7 @@ from torchwhere.diagnose.dump_hang import (
     ReferredCall,
     UnreachedCall,
 )
-from torchwhere.render.verdict_text.phrases import in_place, op_text, tensors_text
+from torchwhere.render.verdict_text.phrases import all_ranks_text, in_place, op_text, tensors_text
 
 _SET_TIMING = (
     "The dumps do not show which devices have reached it. Set TORCH_NCCL_ENABLE_TIMING=1 before the"
@@ -132,12 +132,10 @@ def _incomplete_text(cause: IncompleteCall, context: Context) -> str:
         )
     if cause.call.ends is not None:
         return f"{ranks.capitalize()} have issued {call}, and it is not complete."
+    issued = f"{ranks.capitalize()} {'has' if len(cause.ranks) == 1 else 'have'} issued"
     if len(cause.ranks) == context.run.world_size:
-        ranks = f"All {plural(len(cause.ranks), 'rank')}"
-    return (
-        f"{ranks[0].upper()}{ranks[1:]} have issued {call}, and none has completed it. No rank"
-        " is missing from any collective."
-    )
+        issued = all_ranks_text(len(cause.ranks), single="has issued", several="have issued")
+    return f"{issued} {call}, and none has completed it. No rank is missing from any collective."
 
 
 def _unknown_text(cause: IncompleteCall) -> list[str]:

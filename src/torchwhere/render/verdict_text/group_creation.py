@@ -6,7 +6,7 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.render.verdict_text.phrases import detail_text, in_place
+from torchwhere.render.verdict_text.phrases import all_ranks_text, detail_text, in_place
 
 _INIT = "init_process_group"
 _MOST_RANKS = 4  # that have a line of their own
@@ -58,8 +58,18 @@ def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
             where,
             _no_data_text(len(context.no_data)),
         ]
+    if cause.is_alone:
+        return [
+            (
+                f"{waiting.capitalize()} waits in {creation} for other ranks, and no other rank has"
+                " a box."
+            ),
+            where,
+            f"The others may not have started yet. If they have, look at: {_NETWORK}.",
+        ]
+    wait = all_ranks_text(len(cause.there), single="waits", several="wait")
     return [
-        f"All {len(cause.there)} ranks wait in {creation}, and no rank is missing.",
+        f"{wait} in {creation}, and no rank is missing.",
         where,
         f"Likely cause: the network. Look at: {_NETWORK}.",
     ]

@@ -111,6 +111,14 @@ def _tie_text(cause: DifferentCalls) -> list[str]:
         return []
     if not mismatch.deviated:
         return ["The cohorts have the same size: the boxes do not show which one is wrong."]
+    if mismatch.has_new_op:
+        they = "it" if len(mismatch.deviated) == 1 else "they"
+        return [
+            (
+                f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} issued"
+                f" an op that {they} had not issued in this group before."
+            )
+        ]
     own = "its own" if len(mismatch.deviated) == 1 else "their own"
     return [
         (

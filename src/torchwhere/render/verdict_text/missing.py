@@ -111,7 +111,8 @@ def _elsewhere_text(context: Context, rank: int) -> str:
         return (
             f"rank {rank} was last seen {in_place(place)}; its {noun} does not show where it is now"
         )
-    return f"rank {rank} is instead {in_place(place)}: {rank_detail_text(context, rank)}"
+    verb = "was" if context.state(rank) is State.DEAD else "is"
+    return f"rank {rank} {verb} instead {in_place(place)}: {rank_detail_text(context, rank)}"
 
 
 def _more_text(ranks: Sequence[int]) -> list[str]:

@@ -4,6 +4,7 @@ cause."""
 from __future__ import annotations
 
 from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.pace import Pace
 from torchwhere.diagnose.doctor.rules.exited import TimedOutTogether
@@ -16,10 +17,17 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
     ProgressingAtEnd,
     Quiet,
     ShortWait,
+    Standstill,
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
-from torchwhere.render.verdict_text.phrases import first_line, in_place, op_text, rank_detail_text
+from torchwhere.render.verdict_text.phrases import (
+    all_ranks_text,
+    first_line,
+    in_place,
+    op_text,
+    rank_detail_text,
+)
 
 _SUSPECT_NETWORK = (
     "Likely cause: the network or a device. Look at: the flight recorder dump, the NCCL log, the"
@@ -46,18 +54,21 @@ def blocked_together_text(cause: BlockedTogether, context: Context) -> list[str]
     ranks = context.job_calls.by_rank
     places = {in_place(context.place(rank)) for rank in ranks}
     where = places.pop() if len(places) == 1 else f"in {len(places)} places"
+    stalled = all_ranks_text(len(ranks), single="is stalled", several="are stalled")
     return [
-        f"All {len(ranks)} ranks are stalled, {where}. No rank is missing from any collective.",
+        f"{stalled}, {where}. No rank is missing from any collective.",
         _SUSPECT_NETWORK,
     ]
 
 
 def timed_out_together_text(cause: TimedOutTogether, context: Context) -> list[str]:
     text = rank_detail_text(context, cause.example_rank)
+    count = len(context.job_calls.by_rank)
+    reached = all_ranks_text(count, single="reached", several="reached")
     return [
         (
-            f"All {len(context.job_calls.by_rank)} ranks reached the same collective and waited"
-            " there until they timed out. No rank is missing from it."
+            f"{reached} the same collective and waited there until the time-out. No rank is missing"
+            " from it."
         ),
         f"  rank {cause.example_rank}: {first_line(text)}",
         _SUSPECT_NETWORK,
@@ -69,8 +80,11 @@ def timed_out_together_text(cause: TimedOutTogether, context: Context) -> list[s
 
 def finished_text(cause: Finished, context: Context) -> list[str]:
     count = len(context.job_calls.by_rank)
-    ranks = f"The {count} ranks with data" if context.no_data else f"All {count} ranks"
-    return [f"{ranks} have finished. {pace_text(cause.pace)}"]
+    finished = all_ranks_text(count, single="has finished", several="have finished")
+    if context.no_data:
+        have = "has" if count == 1 else "have"
+        finished = f"The {plural(count, 'rank')} with data {have} finished"
+    return [f"{finished}. {pace_text(cause.pace)}"]
 
 
 def progressing_text(cause: Progressing, context: Context) -> list[str]:
@@ -116,6 +130,33 @@ def _last_text(last: InOneCall | CreatingGroup | ShortWait) -> str:
     )
 
 
+def standstill_text(cause: Standstill, context: Context) -> list[str]:
+    still = (
+        f"No progress for {cause.still_s:.1f} s, not yet called a hang: that is a wait of"
+        f" {cause.stall_s:g} s (--stall). {pace_text(cause.pace)}"
+    )
+    last = cause.last
+    if isinstance(last, InOneCall):
+        count = len(context.job_calls.by_rank)
+        are_in = all_ranks_text(count, single="is in", several="are in")
+        return [still, f"{are_in} {op_text(last.call)}. A normal pause looks the same."]
+    if isinstance(last, CreatingGroup):
+        verb = "creates" if len(last.ranks) == 1 else "create"
+        ranks = ranks_phrase(last.ranks).capitalize()
+        return [still, f"{ranks} {verb} a process group and may wait there for other ranks."]
+    if last is None:
+        return [still, *_place_lines(context)]
+    waiting = ranks_phrase(last.ranks).capitalize()
+    have = "has" if len(last.ranks) == 1 else "have"
+    return [
+        still,
+        (
+            f"{waiting} {have} waited for {ranks_phrase(last.awaited)} for {last.waited_s:.1f} s,"
+            f" in {op_text(last.call)}. A normal pause looks the same."
+        ),
+    ]
+
+
 def quiet_text(cause: Quiet, context: Context) -> list[str]:
     seconds = f"{cause.quiet_s:.0f} s"
     quiet = f"No rank has recorded anything for {seconds}, and no rank waits for another"
@@ -124,17 +165,20 @@ def quiet_text(cause: Quiet, context: Context) -> list[str]:
             f"The job is over. No rank recorded anything in its last {seconds}, and no rank waited"
             " for another"
         )
+    return [
+        f"{quiet} in a collective. {pace_text(cause.pace)}",
+        *_place_lines(context),
+        "The boxes do not show whether they work there or hang. Look at: these lines.",
+    ]
+
+
+def _place_lines(context: Context) -> list[str]:
+    """The places of the ranks, one line for each of the first few."""
     places: dict[str, list[int]] = {}
     for rank in context.job_calls.by_rank:
         places.setdefault(in_place(context.place(rank)), []).append(rank)
-    return [
-        f"{quiet} in a collective. {pace_text(cause.pace)}",
-        *(
-            f"  {ranks_phrase(ranks)}: {place}"
-            for place, ranks in list(places.items())[:_MOST_PLACES]
-        ),
-        "The boxes do not show whether they work there or hang. Look at: these lines.",
-    ]
+    first = list(places.items())[:_MOST_PLACES]
+    return [f"  {ranks_phrase(ranks)}: {place}" for place, ranks in first]
 
 
 def lost_data_text(cause: LostData, context: Context) -> list[str]:

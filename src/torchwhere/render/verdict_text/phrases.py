@@ -15,6 +15,11 @@ from torchwhere.diagnose.doctor.stacks import Activity, Hold
 from torchwhere.diagnose.doctor.waits import Wait
 
 
+def all_ranks_text(count: int, *, single: str, several: str) -> str:
+    """All ranks of a job and their verb: `All 4 ranks have`, `The only rank has`."""
+    return f"The only rank {single}" if count == 1 else f"All {count} ranks {several}"
+
+
 def place_text(place: Place) -> str:
     """A place without its rank: `forward of layers.0, train.py:7, step 15`."""
     parts = []

@@ -69,7 +69,15 @@ def _awaited_exits(context: Context) -> list[int]:
         and not exits.exited_with_the_job(rank)
         and not exits.outlived_its_watch(rank)
         and not exits.is_doubtful(rank)
+        and not _was_missing(context, rank)
     ]
+
+
+def _was_missing(context: Context, rank: int) -> bool:
+    """Whether an awaited rank was missing for long before it was killed."""
+    wait = context.first_wait_for([rank])
+    issued_ns = context.timing.issued_ns(wait) if wait is not None else 0
+    return issued_ns > 0 and context.was_missing(rank, since_ns=issued_ns)
 
 
 def _not_seen_to_exit(context: Context, ranks: list[int]) -> Finding:

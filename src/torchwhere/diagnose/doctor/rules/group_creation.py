@@ -49,6 +49,11 @@ class PendingGroup(Cause):
     there: tuple[int, ...]
     absent: tuple[int, ...]  # ranks with data only
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank waits and no other is known: it waits for ranks without data."""
+        return len(self.there) == 1 and not self.absent
+
 
 class _Blame(NamedTuple):
     kind: VerdictKind
@@ -83,7 +88,7 @@ def find_blocked_group_creation(context: Context) -> Finding | None:
 def _certainty(context: Context, pending: PendingGroup, blame: _Blame) -> Certainty:
     """How sure the verdict is. A rank without data may not have started: hosts start at
     different times."""
-    if context.no_data:
+    if context.no_data or pending.is_alone:
         return Certainty.INFERRED if pending.absent else Certainty.UNKNOWN
     is_known = (
         blame.kind in (VerdictKind.MISSING, VerdictKind.DEAD)
@@ -121,12 +126,18 @@ def _is_behind(rank_calls: RankCalls, number: int) -> bool:
 def _blame(context: Context, pending: PendingGroup) -> _Blame | None:
     """The culprits of a group creation that some ranks have not reached."""
     absent, there = pending.absent, pending.there
-    if not absent and context.no_data:
+    if not absent and (context.no_data or len(context.job_calls.by_rank) == 1):
         return _Blame(VerdictKind.MISSING)
     if not absent:
         are_all = len(there) == len(context.job_calls.by_rank)
         return _Blame(VerdictKind.TOGETHER) if are_all else None
-    gone = tuple(rank for rank in absent if context.state(rank) in (State.DEAD, State.FINISHED))
+    since_ns = pending.creation.since_ns
+    gone = tuple(
+        rank
+        for rank in absent
+        if context.state(rank) in (State.DEAD, State.FINISHED)
+        and not context.was_missing(rank, since_ns=since_ns)
+    )
     if gone:
         return _Blame(VerdictKind.DEAD, gone)
     if all(rank in context.waits for rank in absent):  # each side waits for the other

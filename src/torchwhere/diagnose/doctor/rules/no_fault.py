@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torchwhere.core.events import Event
 from torchwhere.core.place import Certainty
+from torchwhere.core.stall import no_progress_s
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
 from torchwhere.diagnose.doctor.pace import Pace, pace_of
@@ -63,6 +64,16 @@ class ShortWait(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Standstill(Cause):
+    """The job runs and makes no progress, but not for long enough to call it a hang."""
+
+    pace: Pace
+    still_s: float
+    stall_s: float  # the time after which a wait is called a hang
+    last: InOneCall | CreatingGroup | ShortWait | None
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressingAtEnd(Cause):
     """The job was progressing when it ended."""
 
@@ -89,8 +100,11 @@ class EndedUnfinished(Cause):
 
 def find_no_fault(context: Context) -> Finding:
     pace, quiet_s = pace_of(context.job_calls), _quiet_s(context)
-    cause = Quiet(pace, quiet_s) if quiet_s is not None else _progress(context, pace)
-    return no_fault(context, cause, _certainty(context, quiet_s), pace)
+    if quiet_s is not None:
+        cause: Cause = Quiet(pace, quiet_s)
+    else:
+        cause = _standstill(context, pace) or _progress(context, pace)
+    return no_fault(context, cause, _certainty(context, cause), pace)
 
 
 def no_fault(
@@ -104,7 +118,15 @@ def no_fault(
     """The finding on a job without a fault, unless it was killed or ended by SIGTERM."""
     facts = pace.to_dict()
     if not context.exits.ended_unfinished:
-        return Finding(VerdictKind.HEALTHY, cause, call=call, certainty=certainty, facts=facts)
+        still_s = cause.still_s if isinstance(cause, Standstill) else None
+        return Finding(
+            VerdictKind.HEALTHY,
+            cause,
+            call=call,
+            certainty=certainty,
+            stalled_s=still_s,
+            facts=facts,
+        )
     killed = frozenset(context.exits.killed())
     first = [rank for rank in awaited(context.waits) if rank in killed]
     if 2 * len(first) >= len(context.job_calls.by_rank):
@@ -119,12 +141,12 @@ def no_fault(
     )
 
 
-def _certainty(context: Context, quiet_s: float | None) -> Certainty:
-    """Lower if the end of the job was not observed."""
-    is_over = context.timing.is_over
-    if context.is_unknown_end or (is_over and quiet_s is not None):
+def _certainty(context: Context, cause: Cause) -> Certainty:
+    """Lower if the job does not move, or if its end was not observed."""
+    is_over, is_still = context.timing.is_over, isinstance(cause, Quiet | Standstill)
+    if context.is_unknown_end or (is_over and is_still):
         return Certainty.UNKNOWN
-    is_unsure = quiet_s is not None or (is_over and (context.no_data or _ended_in_call(context)))
+    is_unsure = is_still or (is_over and (context.no_data or _ended_in_call(context)))
     return Certainty.INFERRED if is_unsure else Certainty.EXACT
 
 
@@ -148,6 +170,38 @@ def _quiet_s(context: Context) -> float | None:
     return lasted if lasted >= max(map(timing.patience_s, ranks)) else None
 
 
+def _standstill(context: Context, pace: Pace) -> Standstill | None:
+    """What a running job is in that makes no progress; None if it progresses or has ended.
+
+    The heartbeat in the box of a rank shows how long the rank was still when its box was read: the
+    clock of this host would also count the time that it takes to read all boxes. A job of one rank
+    has no heartbeat, and its box is read at once.
+    """
+    timing, by_rank = context.timing, context.job_calls.by_rank
+    wait = context.first_wait_for(awaited(context.waits))
+    ranks = [wait.rank] if wait is not None else list(by_rank)
+    if timing.is_over or context.have_finished or not ranks:
+        return None
+    moved_ns = {rank: _moved_ns(context, rank) for rank in ranks}
+    still_s = timing.since_s(max(moved_ns.values()))
+    beats = {rank: by_rank[rank].box_summary.beat_ns or timing.end_ns for rank in ranks}
+    shown_s = min(beats[rank] - moved_ns[rank] for rank in ranks) / 1e9
+    limit_s = no_progress_s(
+        1 / pace.steps_per_s if pace.steps_per_s else None,
+        is_waiting=wait is not None or context.are_all_in_one_call,
+        is_starting=any(by_rank[rank].rank_summary.is_compiling for rank in by_rank),
+    )
+    if still_s is None or shown_s < limit_s:
+        return None
+    return Standstill(pace, still_s, timing.stall_s, _last(context))
+
+
+def _moved_ns(context: Context, rank: int) -> int:
+    """When a rank last recorded something, or entered or left a module."""
+    rank_calls = context.job_calls.by_rank[rank]
+    return max(rank_calls.box_summary.last_ns, rank_calls.rank_summary.moved_ns)
+
+
 def _progress(context: Context, pace: Pace) -> Cause:
     if context.have_finished:
         return Finished(pace)
@@ -159,8 +213,14 @@ def _progress(context: Context, pace: Pace) -> Cause:
     is_known = statuses and all(status.alive is not None for status in statuses)
     if not context.timing.is_over or not is_known:
         return Progressing(pace)
-    last = InOneCall(call) if context.are_all_in_one_call else _had_begun_to_wait(context)
-    return ProgressingAtEnd(pace, last)
+    return ProgressingAtEnd(pace, _last(context))
+
+
+def _last(context: Context) -> InOneCall | CreatingGroup | ShortWait | None:
+    """What the ranks are in, or were in when the job ended."""
+    if not context.are_all_in_one_call:
+        return _had_begun_to_wait(context)
+    return InOneCall(next(iter(context.job_calls.by_rank.values())).last_collective)
 
 
 def _had_begun_to_wait(context: Context) -> CreatingGroup | ShortWait | None:
