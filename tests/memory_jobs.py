@@ -25,7 +25,7 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = torch.ones(PEAK_BYTES, dtype=torch.uint8, device=x.device)
-        return x * wide[0]
+        return x * wide[0].clone()  # autograd does not save `wide`
 
 
 class Net(nn.Module):

@@ -82,7 +82,7 @@ def test_a_straggler_on_the_device(runs: Path) -> None:
     """A slow device is late by what it was slowed by, and the verdict says that it is the
     device."""
     verdict = diagnose_folder(runs / "slow_ddp", stall_s=STALL_S)
-    assert verdict.explanation[0].startswith("The device of rank 2 is late by 181 ms in 28 of")
+    assert verdict.explanation[0].startswith("The device of rank 2 is late by 180 ms in 28 of")
 
 
 def test_what_a_box_holds(runs: Path) -> None:

@@ -5,7 +5,7 @@ An event is put together only when it is asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,16 @@ class RankCalls:
         is_there = row < len(records) and int(records[row]) == calls.record(number)
         replay = int(replay_rows(self.box)[row]) if is_there else NO_ROW
         return self.issued(key, number) if replay == NO_ROW else self.box.event(replay)
+
+    def until(self, record: int) -> RankCalls:
+        """Returns this rank as it was when it had issued the call with a record number."""
+        calls = {key: calls.until(record) for key, calls in self.calls.items()}
+        later = {key: len(self.calls[key]) - len(before) for key, before in calls.items()}
+        counts = {key: count - later.get(key, 0) for key, count in self.counts.items()}
+        whole = {key: before for key, before in calls.items() if len(before)}
+        return replace(
+            self, counts=counts, calls=whole, last=self.call_of_record(record), _box=self._box
+        )
 
     @property
     def last_collective(self) -> Event | None:

@@ -145,6 +145,11 @@ class StreamCalls:
         records = self._decoded.batch.records[self._rows(None, None)]
         return records.astype(np.int64) + self._summary.record
 
+    def until(self, record: int) -> StreamCalls:
+        """Returns the calls up to a record number."""
+        length = int(np.searchsorted(self.records(), record, side="right"))
+        return replace(self, _length=length)
+
     def of(self, number: int) -> tuple[Signature, CallSite]:
         """Returns signature and call site of a call."""
         batch, id_map = self._decoded.batch, self._decoded.id_map

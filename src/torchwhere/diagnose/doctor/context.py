@@ -32,6 +32,7 @@ _AGAIN = 1.5  # times as long as a pause at the same place has lasted before
 _UNSEEN_S = 2.0  # a stall may be this much longer than monitor or heartbeats show
 # a blocked rank has saved its stack, and a snapshot of the others, by then
 _TIME_TO_TELL_S = 3.0
+_HEARTBEAT_STOPPED_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,28 @@ class Timing:
             return False
         return lasted < min(map(self.patience_s, self.job_calls.by_rank))
 
+    def silent_s(self, rank: int) -> float:
+        """How long before the end of a job that is over the heartbeat of a rank had stopped: its
+        process could not run. 0 if the heartbeat lasted, or if that is unknown."""
+        rank_calls = self.job_calls.by_rank[rank]
+        beat_ns = rank_calls.box_summary.beat_ns
+        if not self.is_over or not beat_ns or rank_calls.end is not None:
+            return 0.0
+        earlier_s = self.since_s(beat_ns) or 0.0
+        return earlier_s if earlier_s >= _HEARTBEAT_STOPPED_S else 0.0
+
+    @cached_property
+    def unable_to_run(self) -> frozenset[int]:
+        """Ranks whose process cannot run, or could not before it was ended: it is stopped, or had
+        no heartbeat. NCCL sends data from threads of the process, so its collectives cannot
+        complete."""
+        return frozenset(
+            rank
+            for rank in self.job_calls.by_rank
+            if self.exits.status(rank).is_stopped
+            or (self.silent_s(rank) and not self.exits.is_dead(rank))
+        )
+
     def _paused_s(self, wait: Wait) -> float:
         """The longest time between an earlier call at the same call site and the next one:
         saving or evaluating may take as long each time."""
@@ -156,9 +179,6 @@ class Timing:
         if calls is None or len(calls) < 2:
             return 1.0
         return max(0.1, float(np.median(np.diff(calls.times_ns()))) / 1e9)
-
-
-_HEARTBEAT_STOPPED_S = 3.0
 
 
 class Condition(StrEnum):
@@ -307,14 +327,8 @@ class Context:
     def _stopped_heartbeat(self, rank: int) -> StoppedHeartbeat | None:
         """Reports a rank whose heartbeat stopped long before the others': its Python could not
         run."""
-        rank_calls = self.job_calls.by_rank[rank]
-        beat_ns = rank_calls.box_summary.beat_ns
-        if not self.timing.is_over or not beat_ns or rank_calls.end is not None:
-            return None
-        earlier_s = self.timing.since_s(beat_ns)
-        if earlier_s is None or earlier_s < _HEARTBEAT_STOPPED_S:
-            return None
-        return StoppedHeartbeat(earlier_s)
+        silent_s = self.timing.silent_s(rank)
+        return StoppedHeartbeat(silent_s) if silent_s else None
 
     def group_in_creation(self, rank: int) -> GroupCreation | None:
         """The group creation that a rank has begun and not completed."""

@@ -82,7 +82,8 @@ def blame(
         deviated = {sign.deviation for sign in signs if not _is_shared(job_calls, patterns, sign)}
     own = sorted(deviated, key=lambda deviation: (deviation.rank, deviation.record))
     culprits = outvoted if is_outvoted else frozenset(deviation.rank for deviation in own)
-    if 0 < len(culprits) < len(cycle):
+    # what more than half of them did is part of the program
+    if 0 < 2 * len(culprits) <= len(cycle):
         blamed = _blame_deviations(job_calls, patterns, cycle, waits, culprits, own)
         return replace(blamed, is_outvoted=is_outvoted)
     if any(wait.rank in unread for wait in cycle):

@@ -2,8 +2,8 @@
 
 On a GPU the CPU issues work and goes on. A device is stalled if it has not reached what its CPU
 issued long ago: a collective, a step or a module. It only waits if the last collective that it
-reached is one that another rank has not reached. A stalled device that waits for no rank is blocked
-by itself.
+reached is held up by another rank, whose device has not reached it or whose process cannot run. A
+stalled device that waits for no rank is blocked by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class StalledDevice(NamedTuple):
     place: Place | None  # the last mark that the device has reached
     reached: tuple[CallRef, ...]  # the last collectives that it has reached
     next: CallRef | None  # the first collective that it has not reached, if any was issued
-    waits_for: tuple[int, ...]  # ranks that have not reached one of `reached`
+    waits_in: CallRef | None  # the first of `reached` that another rank holds up
+    waits_for: tuple[int, ...]  # the ranks that hold it up
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,28 @@ class DeviceStalls:
             return None
         calls = (_call(rank_calls, record) for record in state.reached)
         reached = tuple(call for call in calls if call is not None)
-        waits_for = {rank for call in reached for rank in self._behind(call)}
+        holding_up = {call: tuple(self._holding_up(call)) for call in reached}
+        waits_in = next((call for call, ranks in holding_up.items() if ranks), None)
         return StalledDevice(
-            rank_calls.rank, lasted_s, state.place, reached, first, tuple(sorted(waits_for))
+            rank_calls.rank,
+            lasted_s,
+            state.place,
+            reached,
+            first,
+            waits_in,
+            tuple(sorted(set().union(*holding_up.values()))),
         )
+
+    def reached_calls(self) -> JobCalls:
+        """The calls of the job as its devices came to them: without those that a stalled device has
+        not reached."""
+        job_calls = self.job_calls.copy()
+        for rank, device in self.by_rank.items():
+            if device.waits_in is not None:
+                rank_calls = job_calls.by_rank[rank]
+                record = rank_calls.order(*device.waits_in[:2])
+                job_calls.by_rank[rank] = rank_calls.until(record)
+        return job_calls
 
     def _patience_s(self, rank_calls: RankCalls, key: StreamKey | None) -> float:
         """How long a device may take to reach a collective. A job that is over cannot be given more
@@ -89,12 +108,15 @@ class DeviceStalls:
             return patience_s
         return max(patience_s, _UNUSUAL * _usual_delay_s(rank_calls))
 
-    def _behind(self, call: CallRef) -> Iterator[int]:
-        """The other members that have not reached a collective, on the CPU or on the device."""
+    def _holding_up(self, call: CallRef) -> Iterator[int]:
+        """The other members that have not reached a collective, on the CPU or on the device, or
+        whose process cannot run."""
         for rank in self.job_calls.members(call.key):
             if rank == call.rank or rank not in self.job_calls.by_rank:
                 continue
-            if not has_reached(self.job_calls.by_rank[rank], call.key, call.number):
+            rank_calls = self.job_calls.by_rank[rank]
+            can_run = rank not in self.timing.unable_to_run
+            if not can_run or not has_reached(rank_calls, call.key, call.number):
                 yield rank
 
 
@@ -123,9 +145,5 @@ def _usual_delay_s(rank_calls: RankCalls) -> float:
 
 def _call(rank_calls: RankCalls, record: int) -> CallRef | None:
     """The collective with a record number."""
-    for key, calls in rank_calls.calls.items():
-        records = calls.records()
-        at = int(np.searchsorted(records, record))
-        if at < len(records) and records[at] == record:
-            return CallRef(key, calls.first + at, rank_calls.rank)
-    return None
+    call = rank_calls.call_of_record(record)
+    return None if call is None else CallRef(*call, rank_calls.rank)

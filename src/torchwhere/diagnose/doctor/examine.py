@@ -79,15 +79,9 @@ def examine(
 
 
 def _waits(job_calls: JobCalls, exits: Exits) -> dict[int, Wait]:
-    held = {
-        rank
-        for rank in job_calls.by_rank
-        if exits.status(rank).is_stopped
-        or (exits.is_dead(rank) and not exits.exited_with_the_job(rank))
-    }
-    failed = exits.failed() if held else []
+    failed = exits.failed() if exits.held else []
     failed_in_it = {rank for rank in failed if exits.lost_its_peer(rank) or exits.timed_out(rank)}
-    return waits(job_calls, held=held, failed_in_it=failed_in_it)
+    return waits(job_calls, held=exits.held, failed_in_it=failed_in_it)
 
 
 # -- equal numbers of calls ------------------------------------------------------------------------

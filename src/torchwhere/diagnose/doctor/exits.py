@@ -51,6 +51,16 @@ class Exits(RankExits):
         )
 
     @cached_property
+    def held(self) -> frozenset[int]:
+        """Ranks that are stopped, or that exited while others continued."""
+        return frozenset(
+            rank
+            for rank in self.job_calls.by_rank
+            if self.status(rank).is_stopped
+            or (self.is_dead(rank) and not self.exited_with_the_job(rank))
+        )
+
+    @cached_property
     def were_killed_together(self) -> bool:
         """Whether no process is left, several left no exit record, and none was seen to exit first.
 

@@ -20,6 +20,7 @@ from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.stream_calls import CallWindow
 from torchwhere.diagnose.clocks.clocks import Evidence
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
+from torchwhere.diagnose.doctor.late_issue import LateIssue, late_issue
 
 FEWEST_ROUNDS = 8
 _MOST_TIMES = 1 << 21  # that are compared at once: 16 MB
@@ -37,7 +38,19 @@ class Lost:
     calls: npt.NDArray[np.float64]  # ns, one column a collective of the group
     columns: npt.NDArray[np.int64]  # of these, in the window
     begins: npt.NDArray[np.int64]  # of each round, among these; one more, for the end of the last
-    on_device: bool  # by when the devices reached the calls, not by when the CPUs issued them
+    # if the delays are those of the devices: which part the CPUs cause
+    late_issue: LateIssue | None
+
+    def since(self, first: int) -> npt.NDArray[np.float64]:
+        """`rounds`, as far as it counts if the job is judged from round `first` on."""
+        if self.late_issue is None:
+            return self.rounds
+        return self.rounds * self.late_issue.factors(int(self.begins[first]))[:, None]
+
+    def is_on_device(self, row: int, first: int) -> bool:
+        """Whether the device of a rank is late from round `first` on, rather than its CPU."""
+        issue = self.late_issue
+        return issue is not None and issue.is_on_device(row, int(self.begins[first]))
 
     def latest(self, row: int, chosen: npt.NDArray[np.int64]) -> list[int]:
         """The column of the window where a rank lost the most, for each chosen round."""
@@ -65,9 +78,9 @@ def lost(window: CallWindow, *, waits: bool) -> Lost | None:
     # complete.
     low, high = int(begins[1]), int(begins[-1])
     begins = begins[1:] - low
-    times = _times(window, cut + low, cut + high + 1)
+    issued = times = _times(window, cut + low, cut + high + 1)
     if delays is not None:
-        times += delays[:, cut + low : cut + high + 1]
+        times = issued + delays[:, cut + low : cut + high + 1]
         waits = True  # on a device, a call on the current stream blocks what comes after it
     calls = _lost(
         times,
@@ -84,7 +97,9 @@ def lost(window: CallWindow, *, waits: bool) -> Lost | None:
         calls,
         columns,
         begins,
-        delays is not None,
+        late_issue(calls, issued=issued, reached=times, sites=window.usuals[columns])
+        if delays is not None
+        else None,
     )
 
 

@@ -128,9 +128,15 @@ class _Late(NamedTuple):
     share: float
     lost: Lost
     first: int  # the first round that was examined
+    rounds: npt.NDArray[np.float64]  # ns, what each rank lost in each round
     is_late: npt.NDArray[np.bool_]  # the worst of them, in each round
     doubt_ns: float
     cpu_contention: CpuContention | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device of the worst is late, rather than its CPU."""
+        return self.lost.is_on_device(self.rows[0], self.first)
 
     @property
     def elapsed_ns(self) -> float:
@@ -152,11 +158,12 @@ def _late_in(
         rows = tuple(row for row in late.rows if not _is_dragged(job_calls, late, row))
         if not rows:
             return None
-        if late.lost.on_device:
-            return late._replace(rows=rows)
+        late = late._replace(rows=rows)
+        if late.is_on_device:
+            return late
         crowded = cpu_contention(job_calls, by_own_clocks, rows[0], columns=late.columns, late=rows)
         if late.elapsed_ns >= _long_enough_ns(crowded, late.share):
-            return late._replace(rows=rows, cpu_contention=crowded)
+            return late._replace(cpu_contention=crowded)
     return None
 
 
@@ -181,7 +188,8 @@ def _late_in_rounds(window: CallWindow, trust: Trust, losses: Lost) -> Iterator[
 
 def _late_since(window: CallWindow, trust: Trust, losses: Lost, first: int) -> _Late | None:
     """The ranks that are late from round `first` on, if it is not chance."""
-    rounds, elapsed = losses.rounds[:, first:], float(losses.starts[-1] - losses.starts[first])
+    all_rounds = losses.since(first)
+    rounds, elapsed = all_rounds[:, first:], float(losses.starts[-1] - losses.starts[first])
     rows = _the_latest(rounds.sum(axis=1), least=_COST * elapsed)
     if not rows:
         return None
@@ -189,7 +197,7 @@ def _late_since(window: CallWindow, trust: Trust, losses: Lost, first: int) -> _
     costs = (rounds[list(rows)].max(axis=0) - others).clip(min=0)
     share = float(costs.sum()) / elapsed
     least = max(_LATE_NS, _COST * elapsed / rounds.shape[1])
-    is_late = losses.rounds[rows[0]] >= least
+    is_late = all_rounds[rows[0]] >= least
     is_always = bool(is_late[first:].mean() >= _ALWAYS)
     is_much = share >= _COST if is_always else share >= _COST_AT_TIMES and elapsed >= _LONG_NS
     if (
@@ -198,12 +206,14 @@ def _late_since(window: CallWindow, trust: Trust, losses: Lost, first: int) -> _
         or not _is_not_chance(rounds, rows, is_always=is_always)
     ):
         return None
-    if _moves_around(losses.rounds, rows, first):
+    if _moves_around(all_rounds, rows, first):
         return None
     late_ns = np.median(rounds[:, is_late[first:]], axis=1)
     sure = tuple(row for row in rows if trust.is_beyond_doubt(row, late_ns, least_ns=least))
     doubt_ns = max((trust.doubt_ns(row) or 0.0 for row in sure), default=0.0)
-    return _Late(window, sure, share, losses, first, is_late, doubt_ns) if sure else None
+    if not sure:
+        return None
+    return _Late(window, sure, share, losses, first, all_rounds, is_late, doubt_ns)
 
 
 def _the_latest(totals: npt.NDArray[np.float64], *, least: float) -> tuple[int, ...]:
@@ -280,10 +290,10 @@ def _straggler(job_calls: JobCalls, late: _Late, ranks: tuple[int, ...]) -> Stra
     return Straggler(
         rank=late.window.ranks[row],
         ranks=ranks,
-        late_s=float(np.median(losses.rounds[row, chosen])) / 1e9,
+        late_s=float(np.median(late.rounds[row, chosen])) / 1e9,
         share=late.share,
         steps=len(chosen),
-        of_steps=losses.rounds.shape[1] - late.first,
+        of_steps=late.rounds.shape[1] - late.first,
         since_step=since if losses.has_steps else None,
         after=after,
         before=before,
@@ -293,7 +303,7 @@ def _straggler(job_calls: JobCalls, late: _Late, ranks: tuple[int, ...]) -> Stra
         unsure_s=late.doubt_ns / 1e9,
         group=None if losses.has_steps else job_calls.group(late.window.key).title,
         since_number=None if losses.has_steps else since,
-        on_device=losses.on_device,
+        on_device=late.is_on_device,
     )
 
 

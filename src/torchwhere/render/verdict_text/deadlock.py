@@ -22,10 +22,14 @@ def deadlock_text(cause: Deadlock, context: Context) -> list[str]:
     lines += [_link_text(context, wait) for wait in cause.cycle[:_MOST_LINKS]]
     if count > _MOST_LINKS:
         lines.append(f"  and {count - _MOST_LINKS} more, back to rank {cause.cycle[0].rank}")
-    if cause.blame.deviations:
-        return lines + _deviations_text(context, cause.blame)
-    lines.append(_culprits_text(cause.blame, count))
-    return [*lines, "Look at: the order of the calls above."]
+    return lines + blame_text(context, cause.blame, ranks=count)
+
+
+def blame_text(context: Context, blame: Blame, *, ranks: int) -> list[str]:
+    """The culprits among so many ranks that wait for each other, and why."""
+    if blame.deviations:
+        return _deviations_text(context, blame)
+    return [_culprits_text(blame, ranks), "Look at: the order of the calls above."]
 
 
 def _link_text(context: Context, wait: Wait) -> str:

@@ -11,6 +11,7 @@ from torchwhere.diagnose.doctor.rules.device_hang import (
     DeviceDeadlock,
     DevicesBlockedTogether,
 )
+from torchwhere.render.verdict_text.deadlock import blame_text
 from torchwhere.render.verdict_text.phrases import op_text, place_text
 
 _MOST_RANKS = 4  # that have lines of their own
@@ -52,14 +53,13 @@ def device_deadlock_text(cause: DeviceDeadlock, context: Context) -> list[str]:
     lines = ["The devices wait for each other, in collectives of different order."]
     for cohort in cause.cohorts[:_MOST_RANKS]:
         ranks = ranks_phrase([device.rank for device in cohort])
-        lines.append(f"  waiting: {ranks}, in {_call_text(context, cohort[0].reached[0])}")
-    return [
-        *lines,
-        (
-            "Likely cause: the ranks issued the collectives of these groups in different orders on"
-            " one stream. Look at: the lines above; all ranks must use the groups in one order."
-        ),
-    ]
+        call = cohort[0].waits_in or cohort[0].reached[0]
+        lines.append(f"  waiting: {ranks}, in {_call_text(context, call)}")
+    lines.append(
+        "The ranks issued the collectives of these groups in different orders on one stream. All"
+        " ranks must use the groups in one order."
+    )
+    return lines + blame_text(context, cause.blame, ranks=sum(map(len, cause.cohorts)))
 
 
 def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> str:

@@ -38,9 +38,10 @@ def waiting_text(context: Context, wait: Wait) -> str:
     together = sorted(
         rank for rank, other in context.waits.items() if (other.key, other.number) == call
     )
-    if not together:  # all ranks with data issued it: they wait for a rank without data
+    if not together:  # all issued it: they wait for a rank without data, or on the device
         members = context.job_calls.members(wait.key)
-        together = [rank for rank in members if rank in context.job_calls.by_rank]
+        with_data = [rank for rank in members if rank in context.job_calls.by_rank]
+        together = [rank for rank in with_data if rank not in wait.missing]
     places = {in_place(context.place(rank)) for rank in together}
     where = places.pop() if len(places) == 1 else f"in {len(places)} different places"
     return f"  waiting: {ranks_phrase(together)}, {where}"

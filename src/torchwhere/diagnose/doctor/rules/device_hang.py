@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.deadlocks import Blame, blame
 from torchwhere.diagnose.doctor.device_stalls import DeviceStalls, StalledDevice
-from torchwhere.diagnose.doctor.finding import Cause, Finding
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.rules.missing import MissingRanks
 from torchwhere.diagnose.doctor.verdict import VerdictKind
+from torchwhere.diagnose.doctor.waits import Wait, cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class DeviceDeadlock(Cause):
     """Devices that wait for each other, in groups by the collective that they wait in."""
 
     cohorts: tuple[tuple[StalledDevice, ...], ...]  # the largest first
+    blame: Blame
 
 
 def find_device_hang(context: Context) -> Finding | None:
@@ -43,7 +47,7 @@ def find_device_hang(context: Context) -> Finding | None:
         return None
     blocked, waiting = stalls.blocked(), stalls.waiting()
     if not blocked:
-        return _deadlock(context, waiting)
+        return _unable_to_run(context, waiting) or _deadlock(context, stalls)
     if not waiting and len(blocked) == len(context.job_calls.by_rank) > 1:
         return _together(context, blocked)
     first = min(blocked, key=lambda device: -device.lasted_s)
@@ -71,32 +75,76 @@ def _together(context: Context, devices: list[StalledDevice]) -> Finding:
     )
 
 
-def _deadlock(context: Context, waiting: list[StalledDevice]) -> Finding | None:
+def _unable_to_run(context: Context, waiting: list[StalledDevice]) -> Finding | None:
+    """Devices that wait for ranks whose processes are stopped, or had no heartbeat."""
+    ranks = {rank for device in waiting for rank in device.waits_for}
+    ranks -= {device.rank for device in waiting}
+    if not ranks or not ranks <= context.timing.unable_to_run:
+        return None
+    first = max(
+        (device for device in waiting if not ranks.isdisjoint(device.waits_for)),
+        key=lambda device: device.lasted_s,
+    )
+    culprits = tuple(sorted(ranks))
+    return Finding(
+        VerdictKind.MISSING,
+        MissingRanks(culprits, _wait(first)),
+        culprits=culprits,
+        call=_waits_in(first),
+        certainty=Certainty.INFERRED if context.no_data else Certainty.EXACT,
+        stalled_s=first.lasted_s,
+        facts={"waiting_devices": [device.rank for device in waiting]},
+        blocked=frozenset(device.rank for device in waiting),
+    )
+
+
+def _deadlock(context: Context, stalls: DeviceStalls) -> Finding | None:
     """Devices that wait for each other: groups were used in different orders.
 
     None if one of them waits for a rank whose device is not stalled: that rank is late on the CPU.
     """
+    waiting = stalls.waiting()
     ranks = {device.rank for device in waiting}
     if not all(ranks.issuperset(device.waits_for) for device in waiting):
         return None
     cohorts: dict[object, list[StalledDevice]] = {}
     for device in waiting:
-        cohorts.setdefault(device.reached[0][:2], []).append(device)
+        cohorts.setdefault(_waits_in(device)[:2], []).append(device)
     ordered = sorted(cohorts.values(), key=len, reverse=True)
     if len(ordered) < 2:
         return None
-    is_clear = len(ordered[0]) > len(ordered[1])
-    others = [device for cohort in ordered[1:] for device in cohort] if is_clear else waiting
+    blamed = _blame(context, stalls)
+    culprits = blamed.culprits or tuple(sorted(ranks))
     return Finding(
         VerdictKind.DEADLOCK,
-        DeviceDeadlock(tuple(map(tuple, ordered))),
-        culprits=tuple(sorted(device.rank for device in others)),
-        call=others[0].reached[0],
-        certainty=Certainty.EXACT if is_clear and not context.no_data else Certainty.INFERRED,
+        DeviceDeadlock(tuple(map(tuple, ordered)), blamed),
+        culprits=culprits,
+        call=_waits_in(stalls.by_rank[culprits[0]]),
+        certainty=Certainty.INFERRED if context.no_data else blamed.certainty,
         stalled_s=min(device.lasted_s for device in waiting),
         facts=_facts([], waiting),
         blocked=frozenset(ranks),
     )
+
+
+def _blame(context: Context, stalls: DeviceStalls) -> Blame:
+    """The ranks that deviated from their call pattern before the devices came to wait."""
+    waits = {device.rank: _wait(device) for device in stalls.waiting()}
+    circle = cycle(waits)
+    if not circle:
+        return Blame()
+    return blame(stalls.reached_calls(), circle, waits, unread=context.incomplete)
+
+
+def _wait(device: StalledDevice) -> Wait:
+    call = _waits_in(device)
+    return Wait(device.rank, call.key, call.number, device.waits_for, ())
+
+
+def _waits_in(device: StalledDevice) -> CallRef:
+    """The call that a waiting device waits in."""
+    assert device.waits_in is not None
+    return device.waits_in
 
 
 def _facts(blocked: list[StalledDevice], waiting: list[StalledDevice]) -> dict[str, object]:
