@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -36,6 +37,8 @@ HERE = Path(__file__).parent
 STALL_S = 5.0
 RUNS_S = 60.0  # a job ends by itself after this long
 FOUND_S = 45.0
+HEALTHY_S = 25.0  # a job without a fault is judged after this long
+AT_ONCE = 3
 
 
 @contextmanager
@@ -74,8 +77,9 @@ def running(name: str, folder: Path) -> Iterator[Path]:
     """A job, and the folder of its run."""
     run = folder / "run"
     arguments = ["--standalone", "--nproc-per-node", "4", str(HERE / "nccl_jobs.py")]
-    # an error of one device would end the other clients of the daemon too
-    shared = nullcontext({}) if JOBS[name][1].fails else mps(folder)
+    # a client that fails or is killed would end the other clients of the daemon too
+    ends = JOBS[name][1].fails or JOBS[name][1].kind == "dead"
+    shared = nullcontext({}) if ends else mps(folder)
     with shared as environment, (folder / "log.txt").open("w") as log:
         job = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *arguments, name, run, str(RUNS_S)],
@@ -88,13 +92,14 @@ def running(name: str, folder: Path) -> Iterator[Path]:
             yield run
         finally:
             os.killpg(job.pid, signal.SIGKILL)
-            subprocess.run(["pkill", "-9", "-f", "nccl_jobs.py"], check=False)
+            subprocess.run(["pkill", "-9", "-f", str(run)], check=False)  # the ranks
             job.wait()
 
 
 def verdict_of(run: Path, kind: str) -> Verdict:
     """The first verdict of this kind, or the last of another one."""
-    until, verdict = time.monotonic() + FOUND_S, None
+    lasts_s = HEALTHY_S if kind == "healthy" else FOUND_S
+    until, verdict = time.monotonic() + lasts_s, None
     while time.monotonic() < until:
         time.sleep(2)
         try:
@@ -126,17 +131,34 @@ def test_variables(options: tuple[str, ...], tmp_path: Path) -> None:
     assert done.stderr.count("TORCH_NCCL_ENABLE_TIMING=1") == (0 if options else 1)
 
 
+@pytest.fixture(scope="module")
+def verdicts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Future[list[Verdict]]]]:
+    """For each job two verdicts: live, and after all processes were killed."""
+    folder = tmp_path_factory.mktemp("jobs")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {name: pool.submit(_diagnose, name, folder / name) for name in JOBS}
+        pool.shutdown(cancel_futures=True)
+
+
+def _diagnose(name: str, folder: Path) -> list[Verdict]:
+    folder.mkdir()
+    with running(name, folder) as run:
+        live = verdict_of(run, JOBS[name][1].kind)
+    return [live, diagnose_folder(run, stall_s=STALL_S)]
+
+
 @pytest.mark.parametrize("name", JOBS)
-def test_fault(name: str, tmp_path: Path) -> None:
+def test_fault(name: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
     """The doctor names the fault and the rank, while the job runs and after it was killed."""
     expected = JOBS[name][1]
-    with running(name, tmp_path) as run:
-        verdict = verdict_of(run, expected.kind)
-    assert (verdict.kind, verdict.culprits) == (expected.kind, expected.culprits), verdict
-    assert bool(verdict.facts.get("on_device")) == expected.on_device
-    if expected.kind not in ("healthy", "straggler"):
-        later = diagnose_folder(run, stall_s=STALL_S)
-        assert (later.kind, later.culprits) == (expected.kind, expected.culprits), later
+    live, after_kill = verdicts[name].result()
+    assert (live.kind, live.culprits) == (expected.kind, expected.culprits), live
+    assert bool(live.facts.get("on_device")) == expected.on_device
+    kind = "dead" if expected.kind == "healthy" else expected.kind
+    if expected.kind != "straggler":
+        assert (after_kill.kind, after_kill.culprits) == (kind, expected.culprits), after_kill
 
 
 def test_places_without_collectives(tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ def test_a_job_that_is_bound_by_its_cpus(runs: Path) -> None:
     assert any("the job was progressing" in line for line in verdict.explanation)
 
 
+def test_a_long_kernel_on_all_devices(runs: Path) -> None:
+    """All devices were in a kernel of some seconds when a healthy job was killed: this is not a
+    hang. (A job of `nccl_jobs.py`.)"""
+    verdict = diagnose_folder(runs / "healthy_far_ahead", stall_s=STALL_S)
+    assert (verdict.kind, verdict.culprits) == ("dead", ())
+
+
 def test_a_straggler_on_the_cpu(runs: Path) -> None:
     """If the CPU of a rank issues late, the verdict does not blame its device, and counts only the
     time that the CPU lost."""

@@ -64,10 +64,12 @@ def are_all_blocked(context: Context) -> bool:
     for much longer.
 
     On a device a rank waits wherever it next needs the result, so a stack elsewhere proves little
-    there.
+    there. And a CPU that is far ahead of its device is blocked as long as a kernel lasts.
     """
     lasted_s, ranks = all_blocked_s(context), list(context.job_calls.by_rank)
     if lasted_s is None or lasted_s < max(map(context.timing.patience_s, ranks)):
+        return False
+    if lasted_s < context.timing.stall_s and any(map(context.device_place, ranks)):
         return False
     in_collective = [context.is_in_last_collective(rank) for rank in ranks]
     if any(is_in_it is False for is_in_it in in_collective):

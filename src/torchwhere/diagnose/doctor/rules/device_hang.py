@@ -63,7 +63,14 @@ def find_device_hang(context: Context) -> Finding | None:
     )
 
 
-def _together(context: Context, devices: list[StalledDevice]) -> Finding:
+def _together(context: Context, devices: list[StalledDevice]) -> Finding | None:
+    """Devices that are all stalled at the same point.
+
+    None if the job was ended before that had lasted as long as a hang: it may have been a long
+    kernel of all ranks.
+    """
+    if any(device.lasted_s < context.timing.stall_s for device in devices):
+        return None
     return Finding(
         VerdictKind.TOGETHER,
         DevicesBlockedTogether(tuple(devices)),
