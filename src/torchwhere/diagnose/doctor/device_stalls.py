@@ -123,9 +123,5 @@ def _usual_delay_s(rank_calls: RankCalls) -> float:
 
 def _call(rank_calls: RankCalls, record: int) -> CallRef | None:
     """The collective with a record number."""
-    for key, calls in rank_calls.calls.items():
-        records = calls.records()
-        at = int(np.searchsorted(records, record))
-        if at < len(records) and records[at] == record:
-            return CallRef(key, calls.first + at, rank_calls.rank)
-    return None
+    call = rank_calls.call_of_record(record)
+    return None if call is None else CallRef(*call, rank_calls.rank)
