@@ -71,7 +71,6 @@ HOME_OF_PRIVATE_NAMES = SOURCE / "hooks" / "_torch.py"
 # Names of classes and modules as plain text, compared and never resolved: nothing is imported or
 # touched through them.
 ONLY_COMPARED = {
-    ("model/wrappers.py", "torch._dynamo.eval_frame.OptimizedModule"),
     ("hooks/exceptions.py", "torch._dynamo.exc"),
     ("recorder/session.py", "torch._dynamo"),
     ("recorder/session.py", "torch._dynamo.callback"),
