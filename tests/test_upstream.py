@@ -182,9 +182,53 @@ def test_a_hang_is_a_difference(checkout: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_limit_selects_the_same_cases(checkout: Path) -> None:
+    """If the plain run reaches the time limit, the other runs have the cases that it has reached,
+    and the rest is not a difference."""
+    (checkout / "test" / "test_long.py").write_text(
+        "import os, time\n"
+        "def test_before(): pass\n"
+        "def test_long():\n"
+        "    if os.environ['TORCHWHERE_UPSTREAM'] == 'plain':\n"
+        "        time.sleep(600)\n"
+        "def test_after(): pass\n"
+    )
+    done = run(checkout, "test_long.py", "--limit", "30", "--repeat", "0", "--modes", "watched")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = found_in(checkout)["files"]
+    reached = {"test_long.py::test_before": "passed"}
+    assert [run["cases"] for run in file["runs"].values()] == [reached, reached]
+
+
+@pytest.mark.exhaustive
+def test_forked_ranks(checkout: Path) -> None:
+    """With `--fork`, processes that a test spawns are forks, and watched if the mode is."""
+    (checkout / "test" / "test_ranks.py").write_text(
+        "import multiprocessing, os\n"
+        "from torch import nn\n"
+        "MEMORY = []\n"
+        "def rank(queue):\n"
+        "    is_watched = nn.Module.__call__ is not nn.Module._wrapped_call_impl\n"
+        "    queue.put((len(MEMORY), is_watched))\n"
+        "def test_ranks():\n"
+        "    MEMORY.append(1)\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    queue = context.Queue()\n"
+        "    process = context.Process(target=rank, args=(queue,))\n"
+        "    process.start()\n"
+        "    assert queue.get() == (1, os.environ['TORCHWHERE_UPSTREAM'] == 'watched')\n"
+        "    process.join()\n"
+    )
+    done = run(checkout, "test_ranks.py", "--fork", "--repeat", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = found_in(checkout)["files"]
+    assert [list(run["cases"].values()) for run in file["runs"].values()] == [["passed"]] * 3
+
+
+@pytest.mark.exhaustive
 def test_an_intended_difference(checkout: Path) -> None:
     """A case that cannot pass on the drop-ins is listed with its reason, and is not an error."""
-    ((case, reason),) = files.INTENDED.items()
+    case, reason = next(iter(files.INTENDED.items()))
     file, group, test = case.split("::")
     (checkout / "test" / file).write_text(
         "import unittest\n"

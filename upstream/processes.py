@@ -41,9 +41,10 @@ class Checkout:
     """The tests of a PyTorch checkout, given by the path of the checkout or of its `test`
     folder."""
 
-    def __init__(self, path: Path, *, limit_s: float) -> None:
+    def __init__(self, path: Path, *, limit_s: float, forks: bool = False) -> None:
         self.tests = path / "test" if (path / "test").is_dir() else path
         self._limit_s = limit_s
+        self._forks = forks
 
     def has(self, file: str) -> bool:
         return (self.tests / file).is_file()
@@ -67,7 +68,7 @@ class Checkout:
                 process = subprocess.Popen(
                     command,
                     cwd=self.tests,
-                    env=environment(mode, Path(folder)),
+                    env=environment(mode, Path(folder), forks=self._forks),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -79,18 +80,17 @@ class Checkout:
             return FileRun(cases.read(report, file), seconds, timed_out, process.returncode, tail)
 
 
-def environment(mode: str, folder: Path) -> dict[str, str]:
+def environment(mode: str, folder: Path, *, forks: bool = False) -> dict[str, str]:
     """Return the environment of a run. `folder` gets our `sitecustomize.py`, which spawned
     processes find too."""
-    variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    variables = {"OMP_NUM_THREADS": "1", **os.environ, startup.VARIABLE: mode}
     variables.pop("PYTEST_ADDOPTS", None)
-    if mode != PLAIN:
+    if forks:
+        variables[startup.FORK_VARIABLE] = "1"
+    if mode != PLAIN or forks:
         shutil.copy(startup.__file__, folder / "sitecustomize.py")
         inherited = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
-        variables |= {
-            startup.VARIABLE: mode,
-            "PYTHONPATH": os.pathsep.join([str(folder), *inherited]),
-        }
+        variables["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
     return variables
 
 
