@@ -43,7 +43,8 @@ def begin(
     """
     _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
     _check(script, is_module=is_module)
-    from torchwhere.api.watch import current, start  # imports torch, or raises if it is missing
+    from torchwhere import start  # imports torch, or raises a TorchwhereError if it is missing
+    from torchwhere.api.watch import current
     from torchwhere.native.first_run import prepare
 
     if sets_variables:
