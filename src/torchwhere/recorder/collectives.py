@@ -185,7 +185,7 @@ class CollectiveRecorder:
         if place_ids.pass_ == Pass.BACKWARD:
             words[cursor] = place_ids.packed
             words[cursor + CURSOR_TIME] = t_ns
-        self._last.append((number, call.op.name, index, call.group.desc))
+        self._last.append((number, call.op.name, index, call.group.title))
         for tap in self._taps:
             tap(number, call)
         if call.device_index < 0 or not self._device.is_on:
@@ -260,7 +260,7 @@ class CollectiveRecorder:
         if recent:
             words[track.cursor + CURSOR_RECORD] = number
         self._last.extend(
-            (number, call.op.name, index, call.group.desc) for number, index, call in recent
+            (number, call.op.name, index, call.group.title) for number, index, call in recent
         )
         return {-1 if counter is None else counter: last[0] + 1 for counter, last in lasts.items()}
 
@@ -268,7 +268,7 @@ class CollectiveRecorder:
 
     def _teach(self, bucket: Bucket, call: CollectiveCall, place_ids: PlaceIds) -> None:
         """Let the native extension record the next all-reduces of this bucket by itself."""
-        label = (call.op.name, call.group.desc)
+        label = (call.op.name, call.group.title)
         if label not in self._labels:
             self._labels.append(label)
         stream = call.stream

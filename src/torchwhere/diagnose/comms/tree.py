@@ -16,7 +16,7 @@ import numpy as np
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun
-from torchwhere.blackbox.string_table import json_int
+from torchwhere.blackbox.string_table import json_int, shown_description
 from torchwhere.core.place import PASS_LABELS
 from torchwhere.core.results import Shown, Tabular
 from torchwhere.diagnose.comms.sums import Sums, sums
@@ -344,10 +344,8 @@ def group_label(box: Box, name: str) -> str:
     """The displayed name of a group: its mesh dimension or description. Sibling groups of one
     dimension share it."""
     group = box.groups().get(name, {})
-    desc = str(group.get("desc") or "")
-    return str(
-        group.get("mesh_dim") or (desc if desc not in ("", "undefined") else f"group {name}")
-    )
+    desc = shown_description(str(group.get("desc") or ""))
+    return str(group.get("mesh_dim") or desc or f"group {name}")
 
 
 def _group_label(total: Comms, box: Box, name: str) -> str:

@@ -252,7 +252,7 @@ class _StreamReader:
         ranks = self._shown_ranks()
         return StreamRows(
             group=_title(self._job_calls, self._key),
-            desc=self._job_calls.group(self._key).desc,
+            desc=self._job_calls.group(self._key).description,
             members=self._members,
             window=self._window(),
             rows=self._rows(mismatch),

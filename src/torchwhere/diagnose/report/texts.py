@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchwhere.blackbox.string_table import title_in
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place, shown
 from torchwhere.core.units import amount
@@ -44,8 +45,6 @@ def event_text(event: Event) -> str:
     """The content of an event without its kind and place."""
     fields: dict[str, Any] = event.fields
     if event.kind == "collective":
-        title = fields.get("mesh_dim") or fields.get("group_desc") or fields.get("group")
-        return call_text(
-            f"{fields.get('op')} #{fields.get('number')}", str(title), fields.get("bytes")
-        )
+        op = f"{fields.get('op')} #{fields.get('number')}"
+        return call_text(op, str(title_in(fields)), fields.get("bytes"))
     return cut(event.detail)
