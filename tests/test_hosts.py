@@ -616,6 +616,21 @@ def met(pair: Pair) -> bool:
     return pair.lead.gives_verdicts
 
 
+def test_snapshot_of_processes_without_ranks(pair: Pair) -> None:
+    """Processes of another host that do not know their ranks yet do not count as the ranks that
+    they assume, and the lead says why their ranks have no data."""
+    for box in pair.other.boxes.values():
+        box.meta["rank_is_assumed"] = True
+    until(lambda: pair.go_on() is None and bool(pair.lead._snapshots()))
+    inputs = pair.lead.inputs(pair.one)
+    assert list(inputs.run.boxes) == list(range(8))
+    (note,) = inputs.run.notes
+    assert note == (
+        f"the processes of host {socket.gethostname()} have not called init_process_group, so their"
+        " ranks are unknown"
+    )
+
+
 def test_snapshots_give_the_same_verdict(pair: Pair, job: Path) -> None:
     """Half of the boxes and a snapshot give the verdict of all boxes; statuses and stacks are in
     the snapshot."""

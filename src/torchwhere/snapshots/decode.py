@@ -286,6 +286,7 @@ def _box_summary(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
     counted = dict_(meta.get("counted", {}))
     checked_meta = {
         "rank": rank,
+        "rank_is_assumed": bool_(meta.get("rank_is_assumed", False)),
         "world_size": int_(meta["world_size"], low=1, high=MAX_RANKS + 1),
         "run_id": text_(run_id),
         "store": text_(meta.get("store", "")),
