@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torchwhere.commands.arguments import BAD_INPUT, add_command, at_least, print_message
+from torchwhere.commands.arguments import (
+    BAD_INPUT,
+    add_command,
+    at_least,
+    chosen_stall_s,
+    print_message,
+)
 from torchwhere.commands.monitor import add_options
 from torchwhere.core.errors import TorchwhereError
 
@@ -54,7 +60,7 @@ def add(commands: Any) -> None:
 
 
 def _monitor_options(arguments: argparse.Namespace) -> list[str]:
-    options = ["--stall", str(arguments.stall)]
+    options = ["--stall", str(chosen_stall_s(arguments))]
     if arguments.json:
         options.append("--json")
     if arguments.end_with is not None:

@@ -183,6 +183,7 @@ class Monitor:
             self._end_ranks()
         else:
             self._output.retract_wait(verdict)
+            self._output.print_pause(verdict, stall_s=self.stall_s)
 
     def _end_ranks(self) -> None:
         """Send the signal of `--end-with` to the ranks of this host, once. Remember their workers:

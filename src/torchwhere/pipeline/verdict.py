@@ -24,11 +24,13 @@ from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run, load_cal
 from torchwhere.diagnose.clocks.host_clocks import HostClocks, align_hosts
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import Finding
+from torchwhere.diagnose.doctor.pauses import MOST_ASKED
+from torchwhere.diagnose.doctor.rules.no_fault import Standstill
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.gpus.samples import HostGpus
 from torchwhere.gpus.side_file import read_gpus
-from torchwhere.processes.look import look, merged
+from torchwhere.processes.look import look, merged, saved_stack
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict_text.assemble import verdict_of
 from torchwhere.render.verdict_text.observers import snapshots_text
@@ -45,7 +47,6 @@ SavedStatuses = dict[int, dict[str, Any]]  # process statuses by rank, as a moni
 AskForStacks = Callable[[Sequence[int]], SavedStatuses]  # asks other hosts
 _SILENT_NS = 60_000_000_000  # without a heartbeat of any rank, a job has ended
 _AHEAD_NS = 3_600_000_000_000  # the clock of another host may be this far ahead
-_MOST_SUSPECTS = 16
 _NOT_WRONG = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
 
@@ -118,6 +119,10 @@ class _Case:
         now_ns = _last_alive_ns(statuses, self.summaries)
         diagnosis = self._examine(statuses, now_ns, is_suspicion=now_ns is not None)
         if diagnosis.finding.kind in _NOT_WRONG:
+            cause = diagnosis.finding.cause
+            if isinstance(cause, Standstill):  # the stacks that ranks save may show a pause
+                statuses = self._with_stall_stacks(statuses, cause.pause.ranks[:MOST_ASKED])
+                diagnosis = self._examine(statuses, now_ns, is_suspicion=False)
             return verdict_of(diagnosis)
         is_running = False
         if now_ns is not None:
@@ -144,6 +149,19 @@ class _Case:
             gpus=self.gpus,
         )
 
+    def _with_stall_stacks(
+        self, statuses: Mapping[int, ProcessStatus], ranks: Sequence[int]
+    ) -> dict[int, ProcessStatus]:
+        """Add the stacks that stalled ranks have saved. No process is signalled for a pause."""
+        current = dict(statuses)
+        for rank in ranks:
+            if rank in self.run.boxes and rank in current:
+                calls = self.job_calls.by_rank[rank]
+                moved_ns = max(calls.box_summary.last_ns, calls.rank_summary.moved_ns)
+                stack = saved_stack(self.run.summaries[rank].path, moved_ns=moved_ns)
+                current[rank] = replace(current[rank], stack=stack)
+        return current
+
     def _align_clocks(self) -> HostClocks:
         """One clock for all hosts: lateness is measured on it."""
         if self._clocks is None:
@@ -152,7 +170,7 @@ class _Case:
 
     def _suspects(self, finding: Finding) -> list[int]:
         culprits = [rank for rank in finding.culprits if rank in self.run.boxes]
-        return (culprits or list(self.run.boxes))[:_MOST_SUSPECTS]
+        return (culprits or list(self.run.boxes))[:MOST_ASKED]
 
 
 # -- statuses --------------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ def merged(
     return statuses
 
 
+def saved_stack(box: Path, *, moved_ns: int) -> Stack:
+    """The stack that a stalled rank has saved beside its box; empty if it has moved since."""
+    return stall_stack(read_text(stall_file(box)), last_ns=moved_ns)[0]
+
+
 def is_running(pid: int) -> bool:
     stat = _stat(pid)
     return bool(stat) and stat[0] not in _EXITED

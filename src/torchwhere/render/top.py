@@ -120,8 +120,11 @@ def verdict_sentence(verdict: Verdict, run: RunNow) -> str:
     sentence = lines[1] if len(lines) > 1 else ""
     if verdict.get("kind") == "healthy":
         if run.culprits:
-            still_s = max(rank.age_s for rank in run.culprits)
-            return f"no progress for {age(still_s)}, not yet called a hang (see --stall)"
+            still = age(max(rank.age_s for rank in run.culprits))
+            paused = (verdict.get("facts") or {}).get("paused")
+            if paused is not None:
+                return f"paused: {paused['activity']}, no progress for {still}"
+            return f"no progress for {still}, not yet called a hang (see --stall)"
         # The rest tells how far the job is, which the screen shows anyway.
         sentence = sentence.partition(". ")[0].removesuffix(".")
     return f"{kind}: {sentence}" if sentence else kind

@@ -60,10 +60,18 @@ def _title(verdict: Verdict) -> str:
         facts.append(f"({verdict.certainty})")
     title = _TITLES[verdict.kind]
     if verdict.kind is VerdictKind.HEALTHY and verdict.stalled_s is not None:
-        title = "NOT YET A HANG"
+        title = _standstill_title(verdict.facts.get("paused"))
     if verdict.certainty == "unknown":
         title = "DEAD, CAUSE NOT KNOWN" if verdict.kind is VerdictKind.DEAD else "NOT KNOWN"
     return f"{title}  {', '.join(facts)}"
+
+
+def _standstill_title(paused: dict[str, Any] | None) -> str:
+    """The title for a running job that makes no progress: a pause, or not yet a hang."""
+    if paused is None:
+        return "NOT YET A HANG"
+    activity = str(paused["activity"]).upper()
+    return activity if activity == "STARTING" else f"PAUSED: {activity}"
 
 
 def _call_text(call: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place
-from torchwhere.core.stall import ENDED_S
+from torchwhere.core.stall import ENDED_AGAIN, ENDED_S
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
@@ -28,7 +28,6 @@ from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
 
 _UNUSUAL = 10  # times the usual
-_AGAIN = 1.5  # times as long as a pause at the same place has lasted before
 _UNSEEN_S = 2.0  # a stall may be this much longer than monitor or heartbeats show
 # a blocked rank has saved its stack, and a snapshot of the others, by then
 _TIME_TO_TELL_S = 3.0
@@ -109,7 +108,7 @@ class Timing:
         # A rank without data may have come, and the others continued: given this time, their
         # stacks would show it.
         least = _TIME_TO_TELL_S if not wait.missing else 0.0
-        return waited >= max(patience, least, _AGAIN * self._paused_s(wait))
+        return waited >= max(patience, least, ENDED_AGAIN * self.paused_s(wait))
 
     # -- patience ----------------------------------------------------------------------------------
 
@@ -136,7 +135,7 @@ class Timing:
             return False
         return lasted < min(map(self.patience_s, self.job_calls.by_rank))
 
-    def _paused_s(self, wait: Wait) -> float:
+    def paused_s(self, wait: Wait) -> float:
         """The longest time between an earlier call at the same call site and the next one:
         saving or evaluating may take as long each time."""
         calls = self.job_calls.by_rank[wait.rank].calls.get(wait.key)
@@ -342,6 +341,20 @@ class Context:
         if self.job_calls.stale or None in lasts or len(lasts) != 1:
             return False
         return all(rank_calls.in_collective_since_ns is not None for rank_calls in ranks)
+
+    @cached_property
+    def has_not_begun(self) -> bool:
+        """Whether the job has completed no step and no collective: it is starting."""
+        ranks = self.job_calls.by_rank.values()
+        if any(rank_calls.rank_summary.last_step for rank_calls in ranks):
+            return False
+        keys = {key for rank_calls in ranks for key in rank_calls.counts}
+        return not any(self._is_completed_once(key) for key in keys)
+
+    def _is_completed_once(self, key: StreamKey) -> bool:
+        """Whether all members of a stream with data have issued its first call."""
+        members = [rank for rank in self.job_calls.members(key) if rank in self.job_calls.by_rank]
+        return all(self.job_calls.by_rank[rank].counts.get(key, 0) for rank in members)
 
     @property
     def is_unknown_end(self) -> bool:

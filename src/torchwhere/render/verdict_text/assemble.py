@@ -65,6 +65,7 @@ from torchwhere.render.verdict_text import (
     mismatch,
     missing,
     no_fault,
+    standstill,
     straggler,
 )
 from torchwhere.render.verdict_text.gpu import gpu_text, unknown_gpu_text
@@ -216,7 +217,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     ProgressingAtEnd: no_fault.progressing_at_end_text,
     UnobservedEnd: no_fault.unobserved_end_text,
     Quiet: no_fault.quiet_text,
-    Standstill: no_fault.standstill_text,
+    Standstill: standstill.standstill_text,
     EndedUnfinished: _ended_unfinished_text,
     NothingPending: dumps.nothing_pending_text,
     ProgressedMeanwhile: dumps.progressed_meanwhile_text,

@@ -20,6 +20,7 @@ from torchwhere.render.verdict_text.phrases import (
     survived_text,
     tensors_text,
 )
+from torchwhere.render.verdict_text.standstill import overdue_text
 
 _MOST_RANKS = 4  # that have a line of their own
 
@@ -29,6 +30,7 @@ def missing_ranks_text(cause: MissingRanks, context: Context) -> list[str]:
     # stopped, or exited, inside the call
     is_inside = first is not None and first.counts.get(cause.wait.key, 0) > cause.wait.number
     lines = _inside_text(cause, context) if is_inside else _never_issued_text(cause, context)
+    lines += overdue_text(cause.pause, context)
     return lines + _excuses_text(cause) + _elsewhere_ranks_text(cause)
 
 
