@@ -71,7 +71,9 @@ with torchwhere.watch(out=folder / "run"):
 """
 
 
-def run_python(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: object, folder: Path, timeout: float = 400
+) -> subprocess.CompletedProcess[str]:
     """Run a program that starts other processes, which need a real interpreter as their parent."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -79,7 +81,7 @@ def run_python(*arguments: object, folder: Path) -> subprocess.CompletedProcess[
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=timeout,
         check=False,
     )
 
