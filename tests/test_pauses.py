@@ -281,6 +281,29 @@ def test_a_rank_that_never_starts(warm: WarmPython, tmp_path: Path) -> None:
     assert 3 <= verdict["stalled_s"] < 15
 
 
+# -- a rank at work --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moved_s", "now_s", "activity"),
+    [(2.9, 6, None), (3.1, 6, None), (30, 32, "running modules")],
+)
+def test_a_rank_at_work(tmp_path: Path, moved_s: float, now_s: int, activity: str | None) -> None:
+    """A rank that enters modules while others wait is at work; a rank that entered one only before
+    or at the beginning of the wait is not."""
+    writers = [Writer(tmp_path, rank) for rank in range(2)]
+    for writer in writers:
+        writer.issue("all_reduce", 1)
+    writers[0].issue("all_reduce", 3)
+    writers[1].enter("layers.0", moved_s)
+    for writer in writers:
+        writer.box.close()
+    run, now_ns = read_run(tmp_path), START_NS + now_s * S
+    status = ProcessStatus(alive=True, state="S", alive_ns=now_ns)
+    verdict = diagnose(run, statuses=dict.fromkeys(run.boxes, status), now_ns=now_ns)
+    assert verdict.facts.get("paused", {}).get("activity") == activity
+
+
 # -- on a device -----------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from torchwhere.diagnose.doctor.waits import Wait
 
 MOST_ASKED = 16  # ranks whose stacks the doctor gets; they stand for all
 _MOVED_S = 5.0  # a rank that entered or left a module in this time is at work
-_MOVED_SHARE = 0.5  # of `stall_s`, if that is less
+_MOVED_SHARE = 0.5  # of `stall_s` and of the wait, if one of them is less
 
 
 class PauseKind(StrEnum):
@@ -81,14 +81,14 @@ def pause_of(context: Context, ranks: Collection[int], wait: Wait | None = None)
         wait: The wait, if it is in a collective.
     """
     asked = list(ranks)[:MOST_ASKED]
-    kinds = tuple(_kind(context, rank, is_awaited=wait is not None) for rank in asked)
+    kinds = tuple(_kind(context, rank, wait) for rank in asked)
     is_pause = bool(kinds) and None not in kinds
     earlier_s = context.timing.paused_s(wait) if wait is not None else 0.0
     limit_s = wait_limit_s(context.timing.stall_s, earlier_s=earlier_s, is_pause=is_pause)
     return Pause(tuple(ranks), kinds, earlier_s, limit_s)
 
 
-def _kind(context: Context, rank: int, *, is_awaited: bool) -> PauseKind | None:
+def _kind(context: Context, rank: int, wait: Wait | None) -> PauseKind | None:
     """What a rank does that takes long in a healthy job too; None if nothing shows that."""
     rank_calls = context.job_calls.by_rank.get(rank)
     status = context.status(rank)
@@ -101,16 +101,18 @@ def _kind(context: Context, rank: int, *, is_awaited: bool) -> PauseKind | None:
         return _WORK[work]
     if is_evaluating(status.stack):
         return PauseKind.EVALUATING
-    if is_awaited and _is_moving(context, rank):
+    if wait is not None and _is_moving(context, rank, wait):
         return PauseKind.RUNNING_MODULES
     return PauseKind.STARTING if _is_starting(context, rank) else None
 
 
-def _is_moving(context: Context, rank: int) -> bool:
-    """Whether a rank has just entered or left a module: it is at work while others wait."""
-    since_s = context.timing.since_s(context.job_calls.by_rank[rank].rank_summary.moved_ns)
-    most_s = min(_MOVED_S, _MOVED_SHARE * context.timing.stall_s)
-    return since_s is not None and since_s < most_s
+def _is_moving(context: Context, rank: int, wait: Wait) -> bool:
+    """Whether a rank has just entered or left a module: it is at work while others wait. Before the
+    wait began, all ranks were at work."""
+    timing = context.timing
+    since_s = timing.since_s(context.job_calls.by_rank[rank].rank_summary.moved_ns)
+    shorter_s = min(timing.stall_s, timing.waited_s(wait) or 0.0)
+    return since_s is not None and since_s < min(_MOVED_S, _MOVED_SHARE * shorter_s)
 
 
 def _is_starting(context: Context, rank: int) -> bool:
