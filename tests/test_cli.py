@@ -663,7 +663,7 @@ def test_folder_of_another_version(copy: Path) -> None:
     assert (done.returncode, "default_pg" in done.stdout) == (0, True)
     assert (
         done.stderr
-        == f"torchwhere: 1 of 2 ranks: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
+        == f"torchwhere: 1 of 2 ranks is watched: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
     )
     for rank in (0, 1):
         with_version(copy / f"rank{rank}.box", 1)
@@ -703,7 +703,10 @@ def test_missing_rank(copy: Path) -> None:
     """A run with missing ranks is shown as far as it exists, and the missing ranks are listed."""
     (copy / "rank1.box").unlink()
     done = call("comms", copy)
-    assert (done.returncode, done.stderr) == (0, "torchwhere: 1 of 2 ranks: no box of rank 1\n")
+    assert (done.returncode, done.stderr) == (
+        0,
+        "torchwhere: 1 of 2 ranks is watched: no box of rank 1\n",
+    )
     assert done.stdout.startswith("1 rank, steps 0-5, all on default_pg")
 
 

@@ -667,7 +667,7 @@ def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - start >= 0.3
     time.sleep(0.3)
     first, second = pair.lead.inputs(pair.one).run.caveats()
-    assert first == "8 of 16 ranks: no box or snapshot of ranks 8-15"
+    assert first == "8 of 16 ranks are watched: no box or snapshot of ranks 8-15"
     host = socket.gethostname()
     assert second.startswith(f"no data from host {host} (ranks 8-15) for ")
     assert second.endswith(" s: the host, its monitor or the network is down")
@@ -727,7 +727,7 @@ def test_late_hosts_are_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (lead.update(run), lead.gives_verdicts) == (False, False)
     monkeypatch.setattr("torchwhere.monitor.lead.SETTLE_S", 0.0)
     assert (lead.update(run), lead.gives_verdicts) == (True, True)
-    assert lead.inputs(run).run.caveats() == ["8 of 16 ranks: no box of ranks 8-15"]
+    assert lead.inputs(run).run.caveats() == ["8 of 16 ranks are watched: no box of ranks 8-15"]
 
 
 def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_rank_of_a_waiting_process(warm: WarmPython, tmp_path: Path) -> None:
         assert PROVISIONAL.fullmatch(run.boxes[0].path.name)
         assert [path.name for path in run.unranked] == ["rank0.box"]
         assert run.caveats() == [
-            "1 of 2 ranks: no box of rank 1",
+            "1 of 2 ranks is watched: no box of rank 1",
             "rank0.box: its process has not called init_process_group, so its rank is unknown",
         ]
         time.sleep(1)

@@ -19,11 +19,11 @@ from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.atomic_file import replace_file
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.render.verdict import verdict_json, verdict_text
 from torchwhere.render.verdict_text.observers import passed_text, wait_over_text
 
-_NOT_WRONG = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
+_NOT_WRONG = NO_FAULT | {VerdictKind.STRAGGLER}
 HISTORY_FILE = "verdicts.jsonl"
 _FILES = ("verdict.txt", "verdict.json", HISTORY_FILE)
 _MAY_PASS = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)

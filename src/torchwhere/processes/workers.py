@@ -1,4 +1,5 @@
-"""The processes that ranks start with `multiprocessing`, for example the workers of a DataLoader.
+"""The workers of ranks: processes that they start with `multiprocessing`, for example for a
+DataLoader, and the compile workers of torch.
 
 A worker that is stuck outlives its rank: it notices the end of the rank only between two items.
 Takes the process ids of ranks and reads /proc. Other programs that a rank starts are left alone.
@@ -16,6 +17,7 @@ from typing import NamedTuple
 _STATE, _PARENT, _STARTED = 0, 1, 19  # fields of /proc/<pid>/stat after the name
 _NAME = "pt_data_worker"  # torch gives it to the workers of a DataLoader
 _SPAWNED = b"multiprocessing"  # in the command line of a spawned worker
+_COMPILES = b"compile_worker"  # in the command line of a worker of torch's compiler
 
 
 class Worker(NamedTuple):
@@ -28,6 +30,17 @@ class Worker(NamedTuple):
     def is_left_over(self) -> bool:
         """Whether it still runs although its rank has exited."""
         return _runs(self.pid) == self.started and _runs(self.rank_pid) is None
+
+    def name(self) -> str:
+        """What kind of worker it is."""
+        if _read(self.pid, "comm").decode(errors="replace").strip() == _NAME:
+            return "DataLoader worker"
+        return "compile worker" if _COMPILES in _read(self.pid, "cmdline") else "worker"
+
+    def state(self) -> str | None:
+        """R running, S sleeping, D in the kernel, T stopped; None if it has exited."""
+        fields = _stat(self.pid)
+        return fields[_STATE] if fields else None
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):
@@ -59,7 +72,8 @@ def _descendants(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
 def _is_worker(pid: int, rank_pid: int) -> bool:
     command = _read(pid, "cmdline")
     is_forked = command == _read(rank_pid, "cmdline")  # a fork has the command line of its parent
-    return is_forked or _SPAWNED in command or _read(pid, "comm").decode().strip() == _NAME
+    is_named = _read(pid, "comm").decode(errors="replace").strip() == _NAME
+    return is_forked or _SPAWNED in command or _COMPILES in command or is_named
 
 
 def _runs(pid: int) -> int | None:

@@ -358,8 +358,7 @@ def _status(value: Any, ahead_ns: int) -> ProcessStatus:
         return None if t_ns is None else int_(t_ns - ahead_ns)
 
     return replace(
-        status,
-        stack=tuple(line[:MAX_TEXT] for line in status.stack[:_MAX_FRAMES]),
+        status.shortened(frames=_MAX_FRAMES, characters=MAX_TEXT),
         alive_ns=on_this_clock(status.alive_ns),
         gone_ns=on_this_clock(status.gone_ns),
         stack_ns=on_this_clock(status.stack_ns),

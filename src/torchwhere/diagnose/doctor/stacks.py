@@ -72,6 +72,17 @@ class Activity(StrEnum):
     SLEEPING = "sleeping"
 
 
+WAITS_FOR_WORKERS = frozenset(
+    {
+        Activity.DATA_LOADING,
+        Activity.COMPILATION,
+        Activity.PROCESS,
+        Activity.POOL,
+        Activity.QUEUE,
+    }
+)
+
+
 class Hold(NamedTuple):
     """What blocks a rank. `function` is the collective or the function that it is in, if known."""
 

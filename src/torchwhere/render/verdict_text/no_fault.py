@@ -3,10 +3,11 @@ cause."""
 
 from __future__ import annotations
 
-from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.rank_text import ranks_phrase, watched_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.doctor.partly_watched import PartlyWatched
 from torchwhere.diagnose.doctor.rules.exited import TimedOutTogether
 from torchwhere.diagnose.doctor.rules.lost_data import LostData
 from torchwhere.diagnose.doctor.rules.no_fault import (
@@ -85,6 +86,14 @@ def finished_text(cause: Finished, context: Context) -> list[str]:
         have = "has" if count == 1 else "have"
         finished = f"The {plural(count, 'rank')} with data {have} finished"
     return [f"{finished}. {pace_text(cause.pace)}"]
+
+
+def partly_watched_text(cause: PartlyWatched, context: Context) -> list[str]:
+    world_size = context.run.world_size
+    watched = watched_phrase(world_size - len(cause.unwatched), world_size)
+    return [
+        f"{watched}, and no fault is known. There is no data for {ranks_phrase(cause.unwatched)}."
+    ]
 
 
 def progressing_text(cause: Progressing, context: Context) -> list[str]:
