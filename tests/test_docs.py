@@ -21,6 +21,7 @@ from torchwhere import cli
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 QUESTIONS = sorted(path for path in DOCS.glob("*.md") if path.name not in ("README.md", "index.md"))
+RECIPES = sorted((DOCS / "recipes").glob("*.md"))
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 DROP_INS = ("aot_logging", "comm_mode", "deepspeed_debug", "fsdp_debug", "mod_tracker")
 # the tests of each drop-in run its example, next to the original
@@ -52,12 +53,13 @@ def test_every_page_is_listed() -> None:
         line for part in contents for line in part.splitlines() if line and not line.startswith(":")
     ]
     assert sorted(listed) == names
-    assert sorted(in_site) == sorted(names + [f"reference/{path.stem}" for path in REFERENCE])
+    references = [f"reference/{path.stem}" for path in REFERENCE]
+    assert sorted(in_site) == sorted([*names, *references, "recipes/*"])
 
 
 def test_every_page_asks_one_thing() -> None:
     """A page has one title, and it is the first line."""
-    for page in [*QUESTIONS, *REFERENCE]:
+    for page in [*QUESTIONS, *RECIPES, *REFERENCE]:
         lines = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL).splitlines()
         assert [at for at, line in enumerate(lines) if line.startswith("# ")] == [0], page.name
 
@@ -66,7 +68,7 @@ def test_links_lead_somewhere() -> None:
     """Every link between the pages leads to a page and a heading that exist; none leads out of the
     site."""
     links = 0
-    for page in [*QUESTIONS, *REFERENCE, DOCS / "index.md", DOCS / "README.md"]:
+    for page in [*QUESTIONS, *RECIPES, *REFERENCE, DOCS / "index.md", DOCS / "README.md"]:
         for target in LINK.findall(text_of(page)):
             if re.match(r"https?:", target):
                 continue
