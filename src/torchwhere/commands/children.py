@@ -11,7 +11,6 @@ import os
 import site
 from pathlib import Path
 
-import torchwhere_startup
 from torchwhere.commands.watch_options import OPTIONS, OUT, WatchOptions
 
 _PACKAGE = Path(__file__).parent.parent
@@ -28,12 +27,6 @@ def watch_children(out: str, options: WatchOptions) -> None:
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         others = [path for path in paths if path and path not in folders]
         os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *others])
-
-
-def watch_forks() -> None:
-    """Prepare this watched process: a process that it forks may become a rank of its own."""
-    torchwhere_startup.mark_children()
-    torchwhere_startup.TorchFinder(is_launcher=True).install()
 
 
 def _is_installed() -> bool:

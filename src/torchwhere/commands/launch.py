@@ -20,12 +20,12 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from torchwhere.commands.arguments import BAD_INPUT, print_message
-from torchwhere.commands.children import watch_children, watch_forks
+from torchwhere.commands.children import watch_children
 from torchwhere.commands.rank_watch import begin_watch
 from torchwhere.commands.watch_options import WatchOptions
 from torchwhere.core.errors import TorchwhereError, failure
 from torchwhere.processes import launcher
-from torchwhere_startup import LAUNCHERS
+from torchwhere_startup import TorchFinder
 
 
 def begin(
@@ -53,7 +53,7 @@ def begin(
         return lambda: _become(command)
     sys.argv = [script, *arguments]
     begin_watch(out, options)
-    watch_forks()
+    TorchFinder().torch_is_loaded()  # a process that this one forks may become a rank
     execute = _run_module if is_module else _run_path
     return lambda: _watched(execute, script)
 
@@ -61,9 +61,17 @@ def begin(
 def launcher_command(script: str, arguments: Sequence[str], *, is_module: bool) -> list[str] | None:
     """The command line of a launcher or of another program; None for a script to be watched."""
     if is_module:
-        return [sys.executable, "-m", script, *arguments] if script in LAUNCHERS else None
+        return (
+            [sys.executable, "-m", script, *arguments]
+            if script in launcher.LAUNCHER_PROGRAMS
+            else None
+        )
     if Path(script).is_file():
-        return [sys.executable, script, *arguments] if Path(script).name in LAUNCHERS else None
+        return (
+            [sys.executable, script, *arguments]
+            if Path(script).name in launcher.LAUNCHER_PROGRAMS
+            else None
+        )
     program = shutil.which(script) if os.sep not in script else None
     return [program, *arguments] if program is not None else None
 

@@ -20,14 +20,22 @@ from torchwhere.commands.rank_watch import begin_watch
 from torchwhere.commands.watch_options import OPTIONS, OUT, WatchOptions, options_of_environment
 from torchwhere.core.errors import failure
 from torchwhere.hooks.shown_frames import shown_as
+from torchwhere.processes.launcher import LAUNCHER_PROGRAMS, program
 
 
-def torch_is_loaded(*, is_rank: bool) -> None:
-    """Begin the watch of a rank. Any other process becomes one if it makes a process group."""
-    if is_rank:
-        _become_rank()
-    elif watch.current() is not None:
+def torch_is_loaded(*, has_own_rank: bool) -> None:
+    """Begin the watch of a rank. Any other process becomes one if it makes a process group.
+
+    `has_own_rank` says whether this process has rank variables that it has not inherited from
+    another process with a rank.
+    """
+    name = program()
+    if watch.current() is not None:  # `torchwhere run` has begun it
         _watch_forks()
+    elif name.partition(".")[0] == "torchwhere":  # not a part of the job
+        return
+    elif has_own_rank and name not in LAUNCHER_PROGRAMS:
+        _become_rank()
     else:
         _first_group.expect()
 
