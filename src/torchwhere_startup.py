@@ -26,14 +26,27 @@ def rank_variables() -> str:
     return " ".join([*values, get("LOCAL_RANK", "")]) if any(values) else ""
 
 
+def mark_children() -> None:
+    """Tell the processes that this one starts which rank they inherit from it."""
+    variables = rank_variables()
+    if variables:
+        os.environ[OF_PARENT] = variables
+
+
+def watch_forks() -> None:
+    """Prepare a process that `torchwhere run` watches: those that it forks may become ranks."""
+    from torchwhere.startup import rank_watch
+
+    mark_children()
+    rank_watch.watch_forks()
+
+
 class TorchFinder:
     """Finds torch through the other finders, and calls back after torch is loaded."""
 
     def __init__(self) -> None:
-        self.of_parent = os.environ.get(OF_PARENT)
-        variables = rank_variables()
-        if variables:
-            os.environ[OF_PARENT] = variables
+        self._of_parent = os.environ.get(OF_PARENT)
+        mark_children()
 
     def find_spec(self, name: str, *args: "Any") -> "ModuleSpec | None":
         """Part of the import protocol."""
@@ -57,16 +70,16 @@ class TorchFinder:
             original(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)  # type: ignore[arg-type]
-                self.torch_is_loaded()
+                self._torch_is_loaded()
 
         loader.exec_module = exec_module
 
-    def torch_is_loaded(self) -> None:
+    def _torch_is_loaded(self) -> None:
         try:
             from torchwhere.startup.ranks import torch_is_loaded
 
             variables = rank_variables()
-            torch_is_loaded(has_own_rank=variables not in ("", self.of_parent))
+            torch_is_loaded(has_own_rank=variables not in ("", self._of_parent))
         except Exception as error:
             sys.stderr.write(
                 f"torchwhere: cannot watch this process ({type(error).__name__}: {error}); the job"

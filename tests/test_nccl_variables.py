@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from torchwhere.blackbox.summary import BoxSummary
-from torchwhere.commands.rank_watch import set_nccl_variables
+from torchwhere.commands.begin_watch import set_nccl_variables
 from torchwhere.flight_recorder.evidence import find_dumps
 from torchwhere.recorder import nccl_variables
 from torchwhere.recorder.nccl_variables import missing_variables

@@ -20,12 +20,12 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from torchwhere.commands.arguments import BAD_INPUT, print_message
+from torchwhere.commands.begin_watch import begin_watch
 from torchwhere.commands.children import watch_children
-from torchwhere.commands.rank_watch import begin_watch
 from torchwhere.commands.watch_options import WatchOptions
 from torchwhere.core.errors import TorchwhereError, failure
 from torchwhere.processes import launcher
-from torchwhere_startup import TorchFinder
+from torchwhere_startup import watch_forks
 
 
 def begin(
@@ -53,7 +53,7 @@ def begin(
         return lambda: _become(command)
     sys.argv = [script, *arguments]
     begin_watch(out, options)
-    TorchFinder().torch_is_loaded()  # a process that this one forks may become a rank
+    watch_forks()
     execute = _run_module if is_module else _run_path
     return lambda: _watched(execute, script)
 

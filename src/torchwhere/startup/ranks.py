@@ -1,12 +1,12 @@
-"""Begins the watch of this process when it becomes a rank: now, or in `init_process_group`.
+"""Decides whether this process is a rank: now, or when it makes a process group.
 
-A process is a rank if a launcher has set its rank, or if it makes a process group. Until then it
-has one wrapper around `init_process_group` and nothing else. No error here reaches the job.
+A process is a rank if a launcher has set its rank, or if it calls `init_process_group`. Until then
+it has one wrapper around that function and nothing else: it may be a worker, which should not pay
+for the import of a watch. No error here reaches the job.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -14,11 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchwhere.api import watch
-from torchwhere.commands.arguments import print_message
-from torchwhere.commands.rank_watch import begin_watch
-from torchwhere.commands.watch_options import OPTIONS, OUT, WatchOptions, options_of_environment
-from torchwhere.core.errors import failure
 from torchwhere.hooks.shown_frames import shown_as
 from torchwhere.processes.launcher import LAUNCHER_PROGRAMS, program
 
@@ -30,17 +25,15 @@ def torch_is_loaded(*, has_own_rank: bool) -> None:
     another process with a rank.
     """
     name = program()
-    if watch.current() is not None:  # `torchwhere run` has begun it
-        _watch_forks()
-    elif name.partition(".")[0] == "torchwhere":  # not a part of the job
+    if name.partition(".")[0] == "torchwhere":  # not a part of the job
         return
-    elif has_own_rank and name not in LAUNCHER_PROGRAMS:
+    if has_own_rank and name not in LAUNCHER_PROGRAMS:
         _become_rank()
     else:
-        _first_group.expect()
+        first_group.expect()
 
 
-class _FirstGroup:
+class FirstGroup:
     """Calls `on_group` before this process makes its first process group."""
 
     def __init__(self, on_group: Callable[[], None]) -> None:
@@ -71,7 +64,10 @@ class _FirstGroup:
         try:
             self._on_group()
         except Exception as error:
-            print_message(f"cannot watch this process ({type(error).__name__}: {error})")
+            sys.stderr.write(
+                f"torchwhere: cannot watch this process ({type(error).__name__}: {error}); the job"
+                " continues without a watch\n"
+            )
         # A function that wraps the wrapper has called it, and must not be called again.
         return dist.init_process_group if is_outermost else original
 
@@ -84,60 +80,9 @@ def _replace(function: Any, *, by: Any) -> None:
 
 
 def _become_rank() -> None:
-    session = watch.current()
-    if session is not None and session.is_recorded:  # the script watches itself
-        return
-    begin_watch(os.environ[OUT], _options())
-    _end_with_worker()
-    _watch_forks()
+    from torchwhere.startup.rank_watch import watch_this_rank
+
+    watch_this_rank()
 
 
-_first_group = _FirstGroup(_become_rank)
-
-
-def _options() -> WatchOptions:
-    try:
-        return options_of_environment()
-    except ValueError as error:
-        print_message(f"{OPTIONS} is ignored: {error}")
-        del os.environ[OPTIONS]
-        return options_of_environment()
-
-
-# -- forked processes ------------------------------------------------------------------------------
-
-_watches_forks = False
-
-
-def _watch_forks() -> None:
-    """Expect a group in each process that this one forks: there the watch of this one has ended.
-
-    Registered after the handlers of the watch, so it runs after them.
-    """
-    global _watches_forks
-    if not _watches_forks:
-        _watches_forks = True
-        os.register_at_fork(after_in_child=_first_group.expect)
-
-
-def _end_with_worker() -> None:
-    """End the watch with a process of `multiprocessing`: a forked one runs no exit handlers."""
-    processes = sys.modules.get("multiprocessing.process")
-    if processes is not None and processes.parent_process() is not None:
-        from multiprocessing.util import Finalize
-
-        Finalize(None, _end_watch, exitpriority=-100)
-
-
-def _end_watch() -> None:
-    """End the watch; an exception that is leaving the process is the reason."""
-    error = sys.exception()
-    if isinstance(error, SystemExit) and isinstance(error.__context__, Exception):
-        error = error.__context__  # `mp.spawn` reports an exception and exits with 1
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        watch.stop_all("exit 0")
-    elif isinstance(error, SystemExit):
-        watch.stop_all(f"exit {error.code if isinstance(error.code, int) else 1}")
-    else:
-        watch.record_exception(error)
-        watch.stop_all(failure(error))
+first_group = FirstGroup(_become_rank)
