@@ -22,8 +22,8 @@ def _start():
 
 def _run_other_sitecustomize():
     # type: () -> None
-    folder = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
+    folder = os.path.dirname(__file__)
+    sys.path[:] = [path for path in sys.path if path != folder]
     own = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
