@@ -3,6 +3,7 @@ groups."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -207,6 +208,52 @@ def test_multiprocessing(tmp_path: Path, method: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "codes: 0 0\n" in done.stdout
     check_two_ranks(tmp_path / "run", done.stdout)
+
+
+FAULTS = f"""{TRAIN}
+import multiprocessing, time
+
+def work(rank, port):
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://localhost:{{port}}", rank=rank, world_size=2
+    )
+    dist.all_reduce(torch.ones(1))
+    if rank == 1 and sys.argv[2] == "raise":
+        raise ValueError("boom")
+    if rank == 1:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(1))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=work, args=(rank, sys.argv[1])) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    print("codes:", *(worker.exitcode for worker in workers))
+"""
+
+
+def test_hang_of_forked_ranks(tmp_path: Path) -> None:
+    """The monitor that a forked rank starts reports a hang, and ends both ranks as the options in
+    the environment say."""
+    (tmp_path / "train.py").write_text(FAULTS)
+    options = {"TORCHWHERE_OPTIONS": "--stall 3 --end-with SIGKILL"}
+    done = run(sys.executable, "train.py", free_port(), "hang", folder=tmp_path, **options)
+    assert (done.returncode, done.stdout) == (0, "codes: -9 -9\n")
+    saved = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (saved["kind"], saved["culprits"], saved["certainty"]) == ("missing", [1], "exact")
+
+
+def test_exception_in_a_forked_rank(tmp_path: Path) -> None:
+    """The exception that ends a forked rank, which runs no exit handlers, is in the verdict."""
+    (tmp_path / "train.py").write_text(FAULTS)
+    done = run(sys.executable, "train.py", free_port(), "raise", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "codes: 1 1\n")
+    verdict = diagnose_folder(tmp_path / "run")
+    assert (verdict.kind, verdict.culprits) == ("dead", (1,))
+    assert "exception: ValueError: boom" in str(verdict.ranks[1].detail)
 
 
 VARIABLES = {
