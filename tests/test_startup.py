@@ -455,6 +455,30 @@ def test_workers_are_not_ranks(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["rank3.box"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "is_rank"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "ENVIRONMENT": "BATCH"}, False),
+        ({}, False),
+    ],
+)
+def test_batch_script_is_not_a_rank(
+    warm: WarmPython, tmp_path: Path, variables: dict[str, str], is_rank: bool
+) -> None:
+    """The batch script of Slurm has the variables of a task and is not a rank; a task is one."""
+    program = """
+from torchwhere.startup.ranks import torch_is_loaded
+import torch.distributed as dist
+original = dist.init_process_group
+torch_is_loaded(has_own_rank=True)
+print(dist.init_process_group is not original)
+"""
+    done = warm.run("-c", program, cwd=tmp_path, env=ENVIRONMENT | variables)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+    assert (tmp_path / "run").exists() == is_rank
+
+
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """If the folder cannot be written, the job prints one line and runs as without a watch."""
     (tmp_path / "train.py").write_text("import torch\nprint(torch.ones(1))\n")

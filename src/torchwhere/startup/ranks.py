@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchwhere.hooks.shown_frames import shown_as
-from torchwhere.processes.launcher import LAUNCHER_PROGRAMS, program
+from torchwhere.processes.launcher import LAUNCHER_PROGRAMS, launch, program
 
 
 def torch_is_loaded(*, has_own_rank: bool) -> None:
@@ -27,7 +27,8 @@ def torch_is_loaded(*, has_own_rank: bool) -> None:
     name = program()
     if name.partition(".")[0] == "torchwhere":  # not a part of the job
         return
-    if has_own_rank and name not in LAUNCHER_PROGRAMS:
+    # the batch script of Slurm has the variables of a task, and no rank
+    if has_own_rank and name not in LAUNCHER_PROGRAMS and launch().rank is not None:
         _become_rank()
     else:
         first_group.expect()
