@@ -27,6 +27,7 @@ from warm_python import WarmPython
 BIN = Path(sys.executable).parent
 SOURCE = Path(torchwhere_startup.__file__).parent
 HOOK = SOURCE / "torchwhere" / "startup" / "python_path"
+TORCHRUN = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2)
 # a source tree, where no .pth file is installed
 ENVIRONMENT = OWN_ENVIRONMENT | {
     "PYTHONPATH": f"{HOOK}{os.pathsep}{SOURCE}",
@@ -148,11 +149,7 @@ def test_torchrun(tmp_path: Path) -> None:
     rank."""
     (tmp_path / "train.py").write_text(MAIN)
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
-    done = run(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "train.py"),
-        folder=tmp_path,
-        **slurm,
-    )
+    done = run(*TORCHRUN, "train.py", folder=tmp_path, **slurm)
     assert done.returncode == 0, done.stderr
     check_two_ranks(tmp_path / "run", done.stdout)
 
@@ -173,10 +170,8 @@ def test_accelerate(tmp_path: Path) -> None:
 def test_deepspeed(tmp_path: Path) -> None:
     """Under the launcher of DeepSpeed both ranks are watched, and its two launchers are not."""
     (tmp_path / "train.py").write_text(MAIN)
-    done = run(
-        *(BIN / "deepspeed", "--num_accelerators", 2, "--master_port", free_port(), "train.py"),
-        folder=tmp_path,
-    )
+    options = ("--num_accelerators", 2, "--master_port", free_port())
+    done = run(BIN / "deepspeed", *options, "train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     check_two_ranks(tmp_path / "run", done.stdout)
 
@@ -305,9 +300,11 @@ def test_run_starts_a_launcher(tmp_path: Path) -> None:
     """`torchwhere run torchrun ...` watches both ranks, with the options of `run`, and ends as
     torchrun does."""
     (tmp_path / "train.py").write_text(f"{MAIN}    sys.exit(3 * (os.environ['RANK'] == '1'))\n")
+    command = (sys.executable, "-m", "torchwhere", "run", "--out", "boxes", "--records", 4096, "--")
     done = run(
-        *(sys.executable, "-m", "torchwhere", "run", "--out", "boxes", "--records", 4096, "--"),
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "train.py"),
+        *command,
+        *TORCHRUN,
+        "train.py",
         folder=tmp_path,
         TORCHWHERE_OUT="",
         PYTHONPATH=str(SOURCE),
@@ -322,8 +319,9 @@ def test_run_watches_forked_ranks(warm: WarmPython, tmp_path: Path) -> None:
     """`torchwhere run` also watches the ranks that its script forks. The script itself, which is
     not a rank, causes no remark."""
     (tmp_path / "train.py").write_text(PROCESSES)
+    command = ("-m", "torchwhere", "run", "--out", "run", "train.py", free_port(), "fork")
     done = warm.run(
-        *("-m", "torchwhere", "run", "--out", "run", "train.py", free_port(), "fork"),
+        *command,
         cwd=tmp_path,
         env={name: value for name, value in ENVIRONMENT.items() if name != "TORCHWHERE_OUT"},
     )
@@ -347,7 +345,10 @@ def test_which_scripts_are_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert command("torchrun") == [str(BIN / "torchrun"), "-x"]
     assert command(str(BIN / "torchrun")) == [python, str(BIN / "torchrun"), "-x"]
     assert command("torch.distributed.run", is_module=True) == [
-        *(python, "-m", "torch.distributed.run", "-x")
+        python,
+        "-m",
+        "torch.distributed.run",
+        "-x",
     ]
     assert command("train.py") is None
     assert command("./no/program") is None
