@@ -22,6 +22,8 @@ PACKAGES = (
     "diagnose.calls",
     "diagnose.clocks",
     "diagnose.doctor",
+    "diagnose.stack_position",
+    "diagnose.stack_hang",
     "diagnose.dump_facts",
     "diagnose.dump_progress",
     "diagnose.call_graph",

@@ -61,6 +61,8 @@ def _title(verdict: Verdict) -> str:
     title = _TITLES[verdict.kind]
     if verdict.kind is VerdictKind.HEALTHY and verdict.stalled_s is not None:
         title = "NOT YET A HANG"
+    if verdict.facts.get("no_hang_seen"):  # stacks do not show that steps progress
+        title = "NO HANG SEEN"
     if verdict.certainty == "unknown":
         title = "DEAD, CAUSE NOT KNOWN" if verdict.kind is VerdictKind.DEAD else "NOT KNOWN"
     return f"{title}  {', '.join(facts)}"

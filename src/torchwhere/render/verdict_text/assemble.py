@@ -54,6 +54,15 @@ from torchwhere.diagnose.dump_hang import (
     ProgressedMeanwhile,
     UnreachedCall,
 )
+from torchwhere.diagnose.stack_hang import (
+    AllBlocked,
+    AllWait,
+    AwaitedRanks,
+    GoneRanks,
+    NoHangSeen,
+    OpenWait,
+    PartlyBlocked,
+)
 from torchwhere.render.verdict_text import (
     deadlock,
     device,
@@ -65,6 +74,7 @@ from torchwhere.render.verdict_text import (
     mismatch,
     missing,
     no_fault,
+    stacks,
     straggler,
 )
 from torchwhere.render.verdict_text.gpu import gpu_text, unknown_gpu_text
@@ -224,4 +234,11 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     UnreachedCall: dumps.unreached_call_text,
     IncompleteCall: dumps.incomplete_call_text,
     DifferentOrder: dumps.different_order_text,
+    AwaitedRanks: stacks.awaited_ranks_text,
+    OpenWait: stacks.open_wait_text,
+    AllWait: stacks.all_wait_text,
+    AllBlocked: stacks.all_blocked_text,
+    GoneRanks: stacks.gone_ranks_text,
+    NoHangSeen: stacks.no_hang_seen_text,
+    PartlyBlocked: stacks.partly_blocked_text,
 }
