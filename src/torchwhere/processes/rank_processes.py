@@ -108,10 +108,7 @@ def all_ranks() -> list[RankProcess]:
         TorchwhereError: There is no rank, or there are ranks of several jobs.
     """
     host = _Host()
-    ranks = host.outermost(pid for pid in host.stats if host.is_rank(pid) and host.has_torch(pid))
-    jobs: dict[object, list[int]] = {}
-    for pid in ranks:
-        jobs.setdefault(host.job_of(pid), []).append(pid)
+    jobs = host.jobs()
     if not jobs:
         raise TorchwhereError(
             "no rank runs on this host as this user: no Python process with torch has rank"
@@ -119,11 +116,14 @@ def all_ranks() -> list[RankProcess]:
             " root"
         )
     if len(jobs) > 1:
-        listed = " or ".join(
-            f"torchwhere attach {' '.join(map(str, pids))}" for pids in list(jobs.values())[:4]
-        )
+        listed = " or ".join(f"torchwhere attach {' '.join(map(str, pids))}" for pids in jobs[:4])
         raise TorchwhereError(f"this host runs {len(jobs)} jobs. Choose one: {listed}")
-    return _numbered(host, ranks)
+    return _numbered(host, jobs[0])
+
+
+def jobs_of_host() -> list[list[int]]:
+    """The process ids of the ranks of each job on this host."""
+    return _Host().jobs()
 
 
 def box_of(pid: int) -> Path | None:
@@ -199,6 +199,16 @@ class _Host:
         ranks = sorted(pids)
         started = {child for pid in ranks for child in self.descendants(pid)}
         return [pid for pid in ranks if pid not in started or self.has_group(pid)]
+
+    def jobs(self) -> list[list[int]]:
+        """The ranks of this host by job: processes with torch, with rank variables or a group."""
+        ranks = self.outermost(
+            pid for pid in self.stats if self.is_rank(pid) and self.has_torch(pid)
+        )
+        jobs: dict[object, list[int]] = {}
+        for pid in ranks:
+            jobs.setdefault(self.job_of(pid), []).append(pid)
+        return list(jobs.values())
 
     def ranks_below(self, pid: int) -> list[int]:
         return self.outermost(child for child in self.descendants(pid) if self.is_rank(child))

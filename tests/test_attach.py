@@ -1,0 +1,624 @@
+"""`torchwhere attach`: a job that was started without torchwhere and hangs now.
+
+The ranks are real gloo processes. They play one scene after the other, so that torch is imported
+only once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_nvml import FakeNvml
+from test_flight_recorder import four
+from torchwhere.cli import main
+from torchwhere.diagnose.stack_hang import SeenJob, find_stack_hang
+from torchwhere.diagnose.stack_position import PositionKind, position_of
+from torchwhere.pipeline.attach import (
+    AttachedJob,
+    copy_dumps,
+    diagnose_attached,
+    saved_dumps,
+    with_host_evidence,
+)
+from torchwhere.processes import py_spy
+from torchwhere.processes.observation import RankObservation, ThreadStack
+from torchwhere.processes.rank_processes import HelperKind, jobs_of_host, ranks_of
+from torchwhere.render.other_hosts import other_hosts_lines
+from torchwhere.render.verdict import verdict_text
+
+JOB = Path(__file__).with_name("unwatched_job.py")
+needs_py_spy = pytest.mark.skipif(py_spy.program() is None, reason="py-spy is not installed")
+
+
+class UnwatchedJob:
+    """Three gloo ranks on this host, with the variables that torchrun sets."""
+
+    def __init__(self, folder: Path, *, port: int) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(JOB.read_text())
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "train.py"],
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ
+                | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "3",
+                    "LOCAL_WORLD_SIZE": "3",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "SECRET_TOKEN": "do-not-save-me",
+                },
+            )
+            for rank in range(3)
+        ]
+        self._wait_until_ready()
+
+    @property
+    def pids(self) -> list[str]:
+        return [str(process.pid) for process in self.ranks]
+
+    def play(self, scene: str) -> None:
+        """Start a scene, and wait until every rank is in it."""
+        for process in self.ranks:
+            assert process.stdin is not None
+            process.stdin.write(f"{scene}\n")
+            process.stdin.flush()
+        arrived = [self.folder / f"arrived{rank}" for rank in range(3)]
+        while not all(path.exists() for path in arrived):
+            time.sleep(0.01)
+        time.sleep(0.5)
+
+    def end_scene(self) -> None:
+        (self.folder / "release").touch()
+        for process in self.ranks:
+            process.send_signal(signal.SIGCONT)
+        self._wait_until_ready()
+        for path in [self.folder / "release", *self.folder.glob("arrived*")]:
+            path.unlink()
+
+    def _wait_until_ready(self) -> None:
+        for process in self.ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+
+    def close(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnwatchedJob]:
+    job = UnwatchedJob(tmp_path_factory.mktemp("job"), port=_free_port())
+    yield job
+    job.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def scene(job: UnwatchedJob, request: pytest.FixtureRequest) -> Iterator[UnwatchedJob]:
+    """The job in the scene that the test names. Afterwards it continues: it was not harmed."""
+    job.play(request.param)
+    yield job
+    job.end_scene()
+
+
+def attach(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["attach", "--json", "--stall", "2", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+# -- hangs -----------------------------------------------------------------------------------------
+
+
+@needs_py_spy
+@pytest.mark.parametrize(
+    ("scene", "op", "line", "detail"),
+    [
+        ("loader all_reduce", "all_reduce", "train.py:37", "in data loading"),
+        ("lock all_reduce", "all_reduce", "train.py:45", "sleeping: in a blocking call"),
+        ("loop all_reduce", "all_reduce", "train.py:5", "running: an endless loop"),
+        ("stop all_reduce", "all_reduce", "train.py:61", "stopped by a signal"),
+        ("lock wait", "a collective", "train.py:45", "sleeping"),
+        ("lock backward", "a collective of the backward", "train.py:45", "sleeping"),
+    ],
+    indirect=["scene"],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_hang(
+    scene: UnwatchedJob, op: str, line: str, detail: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank that does not come to the collective is named, with its line and what it does, also
+    if the others wait in C++; the job goes on afterwards."""
+    code, verdict = attach(capsys, *scene.pids)
+    assert (code, verdict["kind"], verdict["culprits"]) == (1, "missing", [2]), verdict["text"]
+    assert verdict["collective"]["op"] == op
+    assert {rank: verdict["ranks"][rank]["state"] for rank in ("0", "1")} == dict.fromkeys(
+        ("0", "1"), "waiting"
+    )
+    assert verdict["ranks"]["2"]["line"].startswith(line)
+    assert verdict["ranks"]["2"]["detail"].startswith(detail)
+    assert "Not known: torchwhere was not watching" in verdict["text"]
+
+
+@needs_py_spy
+@pytest.mark.parametrize("scene", ["loader all_reduce"], indirect=True)
+def test_the_workers_of_a_rank(scene: UnwatchedJob, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank in data loading is shown with its DataLoader worker: process, line and state."""
+    worker = next(
+        helper
+        for process in ranks_of([scene.ranks[2].pid])
+        for helper in process.helpers
+        if helper.kind is HelperKind.DATA_WORKER
+    )
+    main(["attach", "--stall", "2", *scene.pids])
+    text = capsys.readouterr().out
+    assert f"    its DataLoader worker, process {worker.pid}, is at train.py:3" in text
+    assert "dataloader.py:" in text.splitlines()[3]  # the line of the library
+
+
+@needs_py_spy
+@pytest.mark.parametrize("scene", ["stop all_reduce"], indirect=True)
+def test_a_stopped_rank_stays_stopped(
+    scene: UnwatchedJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Looking at a stopped process does not continue it."""
+    attach(capsys, *scene.pids)
+    stat = Path(f"/proc/{scene.ranks[2].pid}/stat").read_text()
+    assert stat.rpartition(")")[2].split()[0] == "T"
+
+
+@needs_py_spy
+@pytest.mark.parametrize("scene", ["steps"], indirect=True)
+def test_a_job_that_progresses(scene: UnwatchedJob, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that progresses is not called a hang, nor healthy: no hang was seen in so many
+    seconds."""
+    code, verdict = attach(capsys, *scene.pids)
+    title, explanation = verdict["text"].splitlines()[:2]
+    assert (code, verdict["kind"], verdict["culprits"]) == (0, "healthy", [])
+    assert title.startswith("NO HANG SEEN  3 ranks")
+    assert explanation.startswith("No hang seen in 2 seconds: all 3 ranks ran.")
+
+
+@needs_py_spy
+@pytest.mark.parametrize("scene", ["lock all_reduce"], indirect=True)
+def test_what_was_seen_is_kept(
+    scene: UnwatchedJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder with what was seen gives the same verdict later, and holds no other variables of the
+    job."""
+    _, live = attach(capsys, *scene.pids, "--out", str(tmp_path / "run"))
+    saved = [path.read_text() for path in (tmp_path / "run").iterdir()]
+    code, again = attach(capsys, "--read", str(tmp_path / "run"))
+    assert (code, again) == (1, live)
+    assert saved
+    assert not any("do-not-save-me" in text for text in saved)
+
+
+# -- finding the ranks -----------------------------------------------------------------------------
+
+
+def test_the_ranks_of_a_host(job: UnwatchedJob) -> None:
+    """The ranks of one job are found together, apart from those of other jobs."""
+    pids = [process.pid for process in job.ranks]
+    assert pids in jobs_of_host()
+    assert [(process.pid, process.rank) for process in ranks_of(pids[::-1])] == [
+        (pid, rank) for rank, pid in enumerate(pids)
+    ]
+
+
+FORKED = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank):
+    dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 0:
+        print("ready", flush=True)
+        dist.all_reduce(torch.ones(1))
+    sys.stdin = open(0)
+    sys.stdin.readline()
+
+if __name__ == "__main__":
+    mp.start_processes(work, nprocs=2, start_method="fork")
+"""
+
+
+@needs_py_spy
+def test_ranks_without_variables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Processes that got their ranks as arguments are found by their process groups, below the
+    process that started them. Their ranks are assumed, and the verdict says so."""
+    (tmp_path / "train.py").write_text(FORKED)
+    variables = {name: value for name, value in os.environ.items() if name != "RANK"}
+    with subprocess.Popen(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        ranks = ranks_of([process.pid])
+        _, verdict = attach(capsys, str(process.pid))
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGKILL)
+    assert [(rank.rank, rank.is_assumed) for rank in ranks] == [(0, True), (1, True)]
+    assert verdict["culprits"] == [1]
+    assert "their ranks are assumed from the order in which they started" in verdict["text"]
+
+
+@needs_py_spy
+def test_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The process id of torchrun stands for the ranks that it started."""
+    (tmp_path / "train.py").write_text(
+        "import os, time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print('ready', flush=True)\n"
+        "if dist.get_rank() == 1:\n"
+        "    time.sleep(600)\n"
+        "dist.barrier()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*command, "--rdzv-endpoint", f"localhost:{_free_port()}", "train.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as torchrun:
+        assert torchrun.stdout is not None
+        assert [torchrun.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        time.sleep(0.5)
+        code, verdict = attach(capsys, str(torchrun.pid))
+        torchrun.terminate()
+    assert (code, verdict["culprits"], verdict["collective"]["op"]) == (1, [1], "barrier")
+    assert verdict["ranks"]["1"]["line"] == "train.py:5"
+
+
+WATCHED = """
+import time, torch, torchwhere
+with torchwhere.watch(torch.nn.Linear(1, 1), out="run"):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_watched_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that torchwhere watches gets the verdict on its folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WATCHED], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        main(["attach", str(process.pid)])
+        printed = capsys.readouterr()
+        process.kill()
+    assert printed.err == (
+        f"torchwhere: torchwhere watches this job. This is: torchwhere doctor {tmp_path / 'run'}\n"
+    )
+    assert printed.out.splitlines()[0].endswith("1 rank")
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["attach", "--stall", "1", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_wrong_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that does not exist or is not Python, a wrong choice, and a folder that cannot be
+    read or written give one line that says what to do."""
+    with subprocess.Popen(["sleep", "600"]) as sleep:
+        message = error(capsys, str(sleep.pid))
+        sleep.kill()
+    assert f"process {sleep.pid} (sleep) is not a Python process" in message
+    assert f"there is no process {sleep.pid}" in error(capsys, str(sleep.pid))
+    assert "give process ids, --torchrun, --all or --read" in error(capsys)
+    assert "and only one" in error(capsys, "--all", "--torchrun")
+    assert "holds nothing that torchwhere attach has written" in error(
+        capsys, "--read", str(tmp_path)
+    )
+    (tmp_path / "attach-a.json").write_text("{}")
+    assert "was not written by this version" in error(capsys, "--read", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("spy", "message"),
+    [
+        (None, "py-spy is not installed (pip install py-spy)"),
+        (
+            "echo 'Error: Permission Denied: Try running again' >&2; exit 1",
+            "no permission to read the process",
+        ),
+        (
+            "echo 'Error: Failed to find python version from target process' >&2; exit 1",
+            "py-spy does not read this interpreter (update it: pip install -U py-spy)",
+        ),
+    ],
+    ids=["missing", "no permission", "unsupported"],
+)
+def test_without_stacks(
+    spy: str | None,
+    message: str,
+    job: UnwatchedJob,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """If py-spy is missing or refused, one line says what to do, without a verdict."""
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\n{spy}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(py_spy, "program", lambda: str(program) if spy is not None else None)
+    assert f"cannot read the stacks: {message}" in error(capsys, *job.pids)
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+TORCH = "/env/lib/python3.11/site-packages/torch"
+ALL_REDUCE = (
+    f"{TORCH}/distributed/distributed_c10d.py:2900 in all_reduce",
+    f"{TORCH}/distributed/c10d_logger.py:81 in wrapper",
+    "/job/train.py:20 in <module>",
+)
+BARRIER = (f"{TORCH}/distributed/distributed_c10d.py:4900 in barrier", "/job/train.py:30 in main")
+LOCK = ("/usr/lib/python3.11/threading.py:327 in wait", "/job/train.py:12 in main")
+LINE = ("/job/train.py:15 in main",)
+SAVING = (f"{TORCH}/serialization.py:900 in save", "/job/train.py:40 in main")
+RECV = (f"{TORCH}/distributed/distributed_c10d.py:2500 in recv", "/job/train.py:50 in main")
+
+
+def rank(
+    number: int,
+    stack: tuple[str, ...],
+    *,
+    still: bool = True,
+    native: tuple[str, ...] = (),
+    **fields: Any,
+) -> RankObservation:
+    values: dict[str, Any] = {"world_size": 4, "local_world_size": 4, "state": "S"} | fields
+    return RankObservation(
+        rank=number,
+        pid=100 + number,
+        host="a",
+        seen_ns=10**18,
+        seconds=30.0,
+        folder="/job",
+        main=ThreadStack("MainThread", stack, native, has_run=not still, is_same=still),
+        **values,
+    )
+
+
+def job_of(*stacks: tuple[str, ...] | RankObservation) -> SeenJob:
+    ranks = [
+        rank(i, stack) if isinstance(stack, tuple) else stack for i, stack in enumerate(stacks)
+    ]
+    return SeenJob({seen.rank: seen for seen in ranks})
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "culprits", "certainty"),
+    [
+        (job_of(ALL_REDUCE, ALL_REDUCE, LOCK, ALL_REDUCE), "missing", (2,), "inferred"),
+        (job_of(ALL_REDUCE, ALL_REDUCE, LOCK, LOCK), "missing", (2, 3), "inferred"),
+        (job_of(ALL_REDUCE, BARRIER, LOCK, ALL_REDUCE), "missing", (2,), "inferred"),
+        (job_of(RECV, RECV, LOCK, rank(3, LINE, still=False)), "missing", (), "unknown"),
+        (job_of(ALL_REDUCE, ALL_REDUCE, LINE, ALL_REDUCE), "missing", (), "unknown"),
+        (
+            job_of(rank(0, SAVING, still=False), ALL_REDUCE, ALL_REDUCE, ALL_REDUCE),
+            "missing",
+            (),
+            "unknown",
+        ),
+        (job_of(ALL_REDUCE, ALL_REDUCE), "missing", (), "unknown"),
+        (job_of(ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, ALL_REDUCE), "together", (), "inferred"),
+        (job_of(ALL_REDUCE, BARRIER, ALL_REDUCE, BARRIER), "deadlock", (), "inferred"),
+        (job_of(LOCK, LOCK, LOCK, LOCK), "together", (), "inferred"),
+        (job_of(LOCK, *(rank(i, LINE, still=False) for i in (1, 2, 3))), "healthy", (), "unknown"),
+        (
+            job_of(*(rank(i, ALL_REDUCE, still=False) for i in range(4))),
+            "healthy",
+            (),
+            "inferred",
+        ),
+        (
+            job_of(*(rank(i, LINE, native=("cudaStreamSynchronize",)) for i in range(4))),
+            "missing",
+            (),
+            "unknown",
+        ),
+        (
+            job_of(LOCK, *(rank(i, LINE, native=("cudaStreamSynchronize",)) for i in (1, 2, 3))),
+            "missing",
+            (0,),
+            "inferred",
+        ),
+        (job_of(rank(0, ALL_REDUCE, state=None), ALL_REDUCE), "dead", (0,), "inferred"),
+    ],
+    ids=[
+        "one rank elsewhere",
+        "two ranks elsewhere",
+        "several collectives, one rank elsewhere",
+        "messages, two ranks elsewhere",
+        "in native code",
+        "saving",
+        "ranks of other hosts",
+        "all in one collective",
+        "all in two collectives",
+        "all in a lock",
+        "one in a lock",
+        "all run",
+        "all wait for devices",
+        "one does not wait for its device",
+        "exited",
+    ],
+)
+def test_verdicts_from_stacks(
+    job: SeenJob, kind: str, culprits: tuple[int, ...], certainty: str
+) -> None:
+    """A rank is named only if the stacks are clear, and a job is never healthy for certain."""
+    finding = find_stack_hang(job)
+    assert (finding.kind, finding.culprits, finding.certainty) == (kind, culprits, certainty)
+    verdict = diagnose_attached(AttachedJob(job.ranks))
+    text = verdict_text(verdict)
+    assert "HEALTHY" not in text
+    assert "torchwhere was not watching" in text
+
+
+def test_a_native_wait() -> None:
+    """A wait in C++ below the user's line or a backward is a collective only if native frames show
+    it."""
+    backward = (f"{TORCH}/autograd/graph.py:829 in _engine_run_backward", "/job/train.py:9 in main")
+    native = ("pthread_cond_wait", "c10d::Reducer::finalize_backward()")
+    kinds = [
+        position_of(seen).kind
+        for seen in (
+            rank(0, backward, native=native),
+            rank(0, backward, native=("at::native::mm",)),
+            rank(0, backward),
+            rank(0, LINE, native=("c10d::Work::wait",)),
+            rank(0, backward, still=False),
+        )
+    ]
+    assert kinds == [
+        PositionKind.COLLECTIVE,
+        PositionKind.ELSEWHERE,
+        PositionKind.UNCLEAR,
+        PositionKind.COLLECTIVE,
+        PositionKind.ELSEWHERE,
+    ]
+
+
+def test_a_collective_in_another_thread() -> None:
+    """A rank whose main thread waits for a thread that is in a collective waits in it too."""
+    seen = rank(0, LOCK, others=(ThreadStack("saver", BARRIER, has_run=False),))
+    position = position_of(seen)
+    assert (position.kind, position.op, position.thread) == ("collective", "barrier", "saver")
+    assert position.is_waiting
+
+
+def test_lines_of_frameworks_and_modules() -> None:
+    """Under a trainer, the line of the framework and that of the forward are known too."""
+    stack = (
+        f"{TORCH}/nn/modules/linear.py:125 in forward",
+        "/env/lib/python3.11/site-packages/net/model.py:31 in forward",
+        f"{TORCH}/nn/modules/module.py:1700 in _call_impl",
+        "/env/lib/python3.11/site-packages/transformers/trainer.py:2322 in training_step",
+        "/job/train.py:7 in <module>",
+    )
+    position = position_of(rank(0, stack))
+    assert position.line == "train.py:7"
+    assert position.library_line == "net/model.py:31 in forward"
+    assert position.forward_line == "net/model.py:31"
+
+
+def test_damaged_observations() -> None:
+    """Values of the wrong type in a file count as unknown; an entry without a rank is left out."""
+    seen = rank(1, ALL_REDUCE)
+    assert RankObservation.from_dict(json.loads(json.dumps(seen.to_dict()))) == seen
+    wrong = {name: ["x"] for name in seen.to_dict()}
+    assert RankObservation.from_dict(wrong) is None
+    assert RankObservation.from_dict(wrong | {"rank": 3}) == RankObservation(3, 0, "", 0, 0.0)
+
+
+def test_other_hosts() -> None:
+    """If ranks were not seen, the lines for ssh, Slurm and Kubernetes are printed."""
+    lines = other_hosts_lines([4, 5], job="17", out="/shared/run")
+    assert lines[0].startswith("Ranks 4-5 may be on other hosts.")
+    assert lines[1] == "  ssh HOST torchwhere attach --all --out /shared/run"
+    assert lines[2].startswith("  srun --overlap --jobid 17 ")
+    assert lines[3].startswith("  kubectl exec POD -- torchwhere attach --all --out /tmp/run")
+    assert lines[-1] == "  torchwhere attach --read /shared/run"
+    assert other_hosts_lines([], job="", out=None) == []
+
+
+# -- flight recorder and GPUs ----------------------------------------------------------------------
+
+
+def test_dumps_of_the_flight_recorder(tmp_path: Path) -> None:
+    """A rank with a pipe is asked for a new dump. Dumps show the order of collectives, which stacks
+    do not: their verdict counts, with the stacks."""
+    paths = {"dump": str(tmp_path / "nccl_trace_rank_"), "pipe": str(tmp_path / "pipe")}
+    host = socket.gethostname()
+    ranks = [
+        replace(rank(i, LINE, native=("cudaStreamSynchronize",)), host=host, flight_recorder=paths)
+        for i in range(4)
+    ]
+    recorders = [recorder.call(state="started") for recorder in four()]
+    recorders[2].entries.pop()
+    for recorder in recorders[1:]:
+        recorder.write(tmp_path)
+    os.mkfifo(tmp_path / "pipe0.pipe")
+    descriptor = os.open(tmp_path / "pipe0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb", buffering=0) as pipe:
+
+        def serve() -> None:
+            while not pipe.read(128):
+                time.sleep(0.01)
+            recorders[0].write(tmp_path)
+
+        listener = threading.Thread(target=serve)
+        listener.start()
+        job = with_host_evidence(AttachedJob({seen.rank: seen for seen in ranks}))
+        listener.join()
+    verdict = diagnose_attached(job)
+    text = verdict_text(verdict)
+    assert sorted(job.dumps or {}) == [0, 1, 2, 3]
+    assert (verdict.kind, verdict.culprits) == ("missing", (2,))
+    assert "Rank 2 never issued all_reduce of float32 [4], #5" in text
+    assert "The stacks show:" in text
+    assert verdict.ranks[0].stack == LINE
+    (tmp_path / "run").mkdir()
+    copy_dumps(job, tmp_path / "run")
+    assert sorted(saved_dumps(tmp_path / "run", job.ranks)) == [0, 1, 2, 3]
+
+
+def test_gpus_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for its device is shown with the GPU that NVML says it uses."""
+    nvml = FakeNvml()
+    nvml.pids = [100, 103]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    ranks = {
+        i: replace(
+            rank(i, LINE, native=("cudaStreamSynchronize",)),
+            host=socket.gethostname(),
+            seen_ns=time.time_ns(),
+        )
+        for i in range(4)
+    }
+    verdict = diagnose_attached(with_host_evidence(AttachedJob(ranks)))
+    lines = [line for line in verdict.explanation if " uses GPU " in line]
+    assert [line[:18] for line in lines] == ["  rank 0 uses GPU ", "  rank 3 uses GPU "]
+    assert "97% busy" in lines[0]
