@@ -65,8 +65,8 @@ _TORCH = re.compile(r"/(?:site|dist)-packages/torch/")
 _BACKWARD = "_engine_run_backward"
 UNNAMED = "a collective"
 _IN_BACKWARD = "a collective of the backward"
-# Python functions that wait in C++ for a collective or for the device.
-_NATIVE_WAITS = frozenset({_BACKWARD, "wait", "synchronize", "item", "tolist", "cpu", "__call__"})
+# Functions of torch that wait in C++ for a collective or for the device.
+_NATIVE_WAITS = frozenset({_BACKWARD, "wait", "synchronize", "__call__"})
 _NATIVE_COLLECTIVE = re.compile(r"c10d::|gloo::|\bnccl[A-Z]")
 _NATIVE_DEVICE = re.compile(
     r"(cuda|hip|cu)(Stream|Event|Device|Ctx)Synchronize|(cuda|hip)Memcpy|\bcuMemcpy"
@@ -181,8 +181,12 @@ def _is_still(thread: ThreadStack, kind: PositionKind, op: str | None) -> bool:
 
 
 def _may_wait_in_native(main: ThreadStack) -> bool:
+    """Whether the innermost Python frame may wait in C++: the user's line, or one of torch."""
     own = _inside(main)
-    return not own or own[0].function in _NATIVE_WAITS or _DISTRIBUTED in own[0].where
+    if not own:
+        return True
+    is_torch = _TORCH.search(own[0].where) is not None
+    return is_torch and (own[0].function in _NATIVE_WAITS or _DISTRIBUTED in own[0].where)
 
 
 def _is_long_work(main: ThreadStack) -> bool:

@@ -77,11 +77,15 @@ def _reason_text(cause: AwaitedRanks) -> str:
         return "stopped by a signal, and cannot continue"
     if not cause.calls:
         return f"blocked, while {ranks_phrase(cause.on_device)} wait for their devices"
-    ops = " or ".join(dict.fromkeys(call.op for call in cause.calls))
     waiting = _waiting(cause.calls)
-    return (
-        f"not in {ops}, in which {ranks_phrase(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
-    )
+    wait = "waits" if len(waiting) == 1 else "wait"
+    ops = " or ".join(_op_text(op) for op in dict.fromkeys(call.op for call in cause.calls))
+    return f"not in {ops} in which {ranks_phrase(waiting)} {wait}"
+
+
+def _op_text(op: str) -> str:
+    """`the all_reduce`, `the collective of the backward`."""
+    return f"the {op.removeprefix('a ')}"
 
 
 def open_wait_text(cause: OpenWait, context: Context) -> list[str]:
