@@ -99,7 +99,7 @@ class StackPosition:
     op: str | None = None  # the collective, or the function that creates a group
     line: str | None = None  # the innermost line of the user's code
     library_line: str | None = None  # `transformers/trainer.py:2322 in training_step`
-    forward_line: str | None = None  # the innermost line in a `forward`
+    forward_line: str | None = None  # `model.py:31 in Block.forward`
     thread: str | None = None  # the thread that is in the collective, if it is not the main thread
     is_still: bool = False  # it did not run, or did not get on, during the looks
     is_long_work: bool = False  # it runs, and saves, compiles or imports
@@ -164,10 +164,10 @@ def collective_in(thread: ThreadStack) -> str | None:
     """The collective that a thread is in, as the user called it; None if it is in none."""
     own = _inside(thread)
     for frame in reversed(own):  # the outermost is what the user called
-        if _DISTRIBUTED in frame.where and frame.function in _COLLECTIVES | GROUP_CREATION:
-            return frame.function
+        if _DISTRIBUTED in frame.where and _name(frame) in _COLLECTIVES | GROUP_CREATION:
+            return _name(frame)
     if any(map(_NATIVE_COLLECTIVE.search, thread.native)):
-        is_backward = any(frame.function == _BACKWARD for frame in own)
+        is_backward = any(_name(frame) == _BACKWARD for frame in own)
         return _IN_BACKWARD if is_backward else UNNAMED
     return None
 
@@ -186,7 +186,7 @@ def _may_wait_in_native(main: ThreadStack) -> bool:
     if not own:
         return True
     is_torch = _TORCH.search(own[0].where) is not None
-    return is_torch and (own[0].function in _NATIVE_WAITS or _DISTRIBUTED in own[0].where)
+    return is_torch and (_name(own[0]) in _NATIVE_WAITS or _DISTRIBUTED in own[0].where)
 
 
 def _is_long_work(main: ThreadStack) -> bool:
@@ -203,6 +203,11 @@ def _waits_for_thread(main: ThreadStack) -> bool:
 def _inside(thread: ThreadStack) -> list[StackFrame]:
     """The frames inside the innermost user frame: what the user's line has called."""
     return list(itertools.takewhile(lambda frame: not frame.is_users, frames(thread.stack)))
+
+
+def _name(frame: StackFrame) -> str:
+    """The name of a function without its class: since Python 3.11, py-spy gives both."""
+    return frame.function.rpartition(".")[2]
 
 
 def _user_line(thread: ThreadStack, folder: str) -> str | None:
@@ -222,9 +227,10 @@ def _library_line(thread: ThreadStack) -> str | None:
 
 
 def _forward_line(thread: ThreadStack, folder: str) -> str | None:
-    """The innermost line in a `forward`, apart from torch's own modules: modules have no names
-    here."""
+    """The innermost line in a `forward`, apart from torch's own modules. The class of the module is
+    known since Python 3.11, its name is not."""
     for frame in frames(thread.stack):
-        if frame.function == "forward" and not _TORCH.search(frame.where):
-            return _PACKAGES.split(frame.where)[-1].removeprefix(f"{folder}/")
+        if _name(frame) == "forward" and not _TORCH.search(frame.where):
+            line = _PACKAGES.split(frame.where)[-1].removeprefix(f"{folder}/")
+            return f"{line} in {frame.function}"
     return None

@@ -120,7 +120,7 @@ def diagnose_attached(job: AttachedJob) -> Verdict:
     context, finding = _context(job), find_stack_hang(seen_job)
     verdict = verdict_of(Diagnosis(context, finding))
     positions = {
-        str(rank): position.to_dict() | {"pid": job.ranks[rank].pid, "host": job.ranks[rank].host}
+        str(rank): position.to_dict() | _process_facts(job.ranks[rank])
         for rank, position in seen_job.positions.items()
     }
     verdict = replace(
@@ -144,6 +144,16 @@ def _collective(cause: Cause) -> dict[str, object] | None:
     """The collective that most ranks wait in, for JSON."""
     calls = cause.calls if isinstance(cause, AwaitedRanks | OpenWait | AllWait) else ()
     return {"op": calls[0].op, "number": None, "group": None} if calls else None
+
+
+def _process_facts(seen: RankObservation) -> dict[str, object]:
+    return {
+        "pid": seen.pid,
+        "host": seen.host,
+        "process_state": seen.state,
+        "waits_in": seen.waits_in,
+        "cpu_s": round(seen.main.run_s, 3) if seen.main is not None else None,
+    }
 
 
 def _meta(rank: int, seen: RankObservation) -> dict[str, object]:

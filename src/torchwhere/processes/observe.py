@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,7 +42,6 @@ def observe(
     *,
     stall_s: float,
     on_progress: Progress | None = None,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> list[RankObservation]:
     """Look at ranks for `stall_s` seconds, or less if all of them move.
 
@@ -50,12 +49,13 @@ def observe(
         processes: The ranks.
         stall_s: The longest time.
         on_progress: Called with the seconds so far, and with `stall_s`.
-        sleep: Waits between two looks.
     """
     looks = [_look(processes)]
+    if not _has_stacks(looks[0]):  # waiting does not help
+        return [_observation(process, looks) for process in processes]
     pause_s, moves = _FIRST_PAUSE_S, False
     while not moves and (left_s := looks[0].at + stall_s - time.monotonic()) > 0:
-        sleep(min(pause_s, left_s))
+        time.sleep(min(pause_s, left_s))
         looks.append(_look(processes))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         moves = len(looks) >= _LEAST_LOOKS and _have_all_moved(processes, *looks[-2:])
@@ -79,6 +79,10 @@ def _look(processes: Sequence[RankProcess]) -> Look:
         for pid in pids
     }
     return Look(time.monotonic(), py_spy.read_threads(pids), clocks)
+
+
+def _has_stacks(look: Look) -> bool:
+    return any(isinstance(threads, list) for threads in look.threads.values())
 
 
 def _is_alive(process: RankProcess) -> bool:

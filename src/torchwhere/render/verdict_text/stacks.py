@@ -206,12 +206,12 @@ def _rank_text(context: Context, job: SeenJob, rank: int, *, instead: str = "") 
     """Where a rank is, what it does, and its helpers if it waits for data."""
     position = job.positions[rank]
     parts = [in_place(context.place(rank))]
-    if position.library_line is not None:
-        parts.append(f"({position.library_line})")
-    if position.forward_line is not None and position.forward_line != position.line:
-        parts.append(f"in the forward at {position.forward_line}")
-    line = f"  rank {rank} is{instead} {' '.join(parts)}: {rank_detail_text(context, rank)}"
-    return [line, *(f"    {text}" for text in _helpers_text(job.ranks[rank]))]
+    lines = dict.fromkeys((position.library_line, position.forward_line))
+    inner = "; ".join(line for line in lines if line is not None)
+    if inner:
+        parts.append(f"({inner})")
+    text = f"  rank {rank} is{instead} {' '.join(parts)}: {rank_detail_text(context, rank)}"
+    return [text, *(f"    {text}" for text in _helpers_text(job.ranks[rank]))]
 
 
 def _helpers_text(seen: RankObservation) -> list[str]:
