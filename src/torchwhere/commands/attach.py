@@ -108,7 +108,7 @@ def _look(arguments: argparse.Namespace, processes: list[RankProcess]) -> Attach
     with progress_bar(f"looking at {len(processes)} ranks, seconds") as on_progress:
         ranks = observe(processes, stall_s=arguments.stall, on_progress=on_progress)
     check_readable(ranks)
-    job = with_host_evidence(AttachedJob({seen.rank: seen for seen in ranks}))
+    job = with_host_evidence(AttachedJob({observation.rank: observation for observation in ranks}))
     if out is not None:
         _write(job, out)
     return job
@@ -166,13 +166,13 @@ def _doctor(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def _other_hosts(arguments: argparse.Namespace, job: AttachedJob) -> list[str]:
-    from torchwhere.diagnose.stack_hang import SeenJob
+    from torchwhere.diagnose.stack_hang import ObservedJob
     from torchwhere.render.other_hosts import other_hosts_lines
 
-    seen = SeenJob(job.ranks)
+    observed = ObservedJob(job.ranks)
     slurm = next((rank.job for rank in job.ranks.values() if rank.job), "")
     out = arguments.read if arguments.read is not None else arguments.out
-    return other_hosts_lines(seen.on_other_hosts, job=slurm, out=out)
+    return other_hosts_lines(observed.on_other_hosts, job=slurm, out=out)
 
 
 def _print(arguments: argparse.Namespace, verdict: Verdict, lines: list[str]) -> None:

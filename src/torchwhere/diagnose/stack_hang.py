@@ -27,24 +27,28 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class SeenJob:
+class ObservedJob:
     """All ranks of a job that were seen."""
 
     ranks: Mapping[int, RankObservation]
 
     @cached_property
     def positions(self) -> dict[int, StackPosition]:
-        return {rank: position_of(seen) for rank, seen in sorted(self.ranks.items())}
+        return {rank: position_of(observation) for rank, observation in sorted(self.ranks.items())}
 
     @cached_property
     def seconds(self) -> float:
         """How long all ranks were looked at."""
-        return min((seen.seconds for seen in self.ranks.values()), default=0.0)
+        return min((observation.seconds for observation in self.ranks.values()), default=0.0)
 
     @cached_property
     def world_size(self) -> int | None:
         """The number of ranks of the job; None if no rank has it in its environment."""
-        sizes = [seen.world_size for seen in self.ranks.values() if seen.world_size is not None]
+        sizes = [
+            observation.world_size
+            for observation in self.ranks.values()
+            if observation.world_size is not None
+        ]
         return max([*sizes, 1 + max(self.ranks)]) if sizes else None
 
     @cached_property
@@ -55,7 +59,9 @@ class SeenJob:
     @property
     def on_other_hosts(self) -> Ranks:
         """Ranks without an observation that may run on other hosts."""
-        is_one_host = all(seen.local_world_size == self.world_size for seen in self.ranks.values())
+        is_one_host = all(
+            observation.local_world_size == self.world_size for observation in self.ranks.values()
+        )
         return () if is_one_host else self.unseen
 
     @property
@@ -82,7 +88,7 @@ class SeenJob:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenCall:
+class ObservedCall:
     """Ranks that wait in the same collective, at the same line."""
 
     op: str
@@ -93,8 +99,8 @@ class SeenCall:
 class AwaitedRanks(Cause):
     """Ranks that are not in the collective in which others wait, or that are stopped."""
 
-    job: SeenJob
-    calls: tuple[SeenCall, ...]  # in which others wait; empty if none waits yet
+    job: ObservedJob
+    calls: tuple[ObservedCall, ...]  # in which others wait; empty if none waits yet
     ranks: Ranks
     on_device: Ranks  # wait for their devices
     unclear: Ranks  # may be in the collective or not
@@ -104,8 +110,8 @@ class AwaitedRanks(Cause):
 class OpenWait(Cause):
     """Ranks wait in collectives or for their devices, and it is unknown for which rank."""
 
-    job: SeenJob
-    calls: tuple[SeenCall, ...]
+    job: ObservedJob
+    calls: tuple[ObservedCall, ...]
     on_device: Ranks
     elsewhere: Ranks
     unclear: Ranks
@@ -115,22 +121,22 @@ class OpenWait(Cause):
 class AllWait(Cause):
     """All ranks of the job wait in collectives."""
 
-    job: SeenJob
-    calls: tuple[SeenCall, ...]
+    job: ObservedJob
+    calls: tuple[ObservedCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocked(Cause):
     """No rank ran, and none waits in a collective."""
 
-    job: SeenJob
+    job: ObservedJob
 
 
 @dataclass(frozen=True, slots=True)
 class GoneRanks(Cause):
     """Ranks exited while they were looked at."""
 
-    job: SeenJob
+    job: ObservedJob
     ranks: Ranks
 
 
@@ -138,14 +144,14 @@ class GoneRanks(Cause):
 class NoHangSeen(Cause):
     """All ranks that were seen ran."""
 
-    job: SeenJob
+    job: ObservedJob
 
 
 @dataclass(frozen=True, slots=True)
 class PartlyBlocked(Cause):
     """Some ranks ran, some did not or have no stack, and none waits in a collective."""
 
-    job: SeenJob
+    job: ObservedJob
     blocked: Ranks
     unknown: Ranks
 
@@ -153,7 +159,7 @@ class PartlyBlocked(Cause):
 # -- search ----------------------------------------------------------------------------------------
 
 
-def find_stack_hang(job: SeenJob) -> Finding:
+def find_stack_hang(job: ObservedJob) -> Finding:
     """Find what the stacks show."""
     gone = job.of_kind(PositionKind.GONE)
     if gone:
@@ -170,7 +176,7 @@ def find_stack_hang(job: SeenJob) -> Finding:
     return _of_no_wait(job)
 
 
-def _of_waiting(job: SeenJob) -> Finding:
+def _of_waiting(job: ObservedJob) -> Finding:
     """Ranks wait in a collective: for ranks elsewhere, or for ranks of which little is known."""
     elsewhere = job.of_kind(PositionKind.ELSEWHERE)
     moving = _not_still(job, PositionKind.COLLECTIVE)
@@ -189,7 +195,7 @@ def _of_waiting(job: SeenJob) -> Finding:
     )
 
 
-def _is_clear(job: SeenJob, elsewhere: Ranks) -> bool:
+def _is_clear(job: ObservedJob, elsewhere: Ranks) -> bool:
     """Whether the ranks elsewhere are the ones that the others wait for.
 
     If all waiting ranks are in one collective, it lacks every rank that is elsewhere. If they are
@@ -205,7 +211,7 @@ def _is_clear(job: SeenJob, elsewhere: Ranks) -> bool:
     return len(elsewhere) == 1 or (len(places) == 1 and not _unclear(job) and job.is_complete)
 
 
-def _of_devices(job: SeenJob) -> Finding:
+def _of_devices(job: ObservedJob) -> Finding:
     """Ranks wait for their devices: what is queued there, only the flight recorder shows."""
     elsewhere = job.of_kind(PositionKind.ELSEWHERE)
     is_single = len(elsewhere) == 1 and job.positions[elsewhere[0]].is_still
@@ -215,7 +221,7 @@ def _of_devices(job: SeenJob) -> Finding:
     return _open(job)
 
 
-def _of_no_wait(job: SeenJob) -> Finding:
+def _of_no_wait(job: ObservedJob) -> Finding:
     still = tuple(rank for rank, position in job.positions.items() if position.is_still)
     unknown = job.of_kind(PositionKind.UNKNOWN)
     if still and len(still) == len(job.ranks):
@@ -237,7 +243,7 @@ def _of_no_wait(job: SeenJob) -> Finding:
     )
 
 
-def _awaited(job: SeenJob, ranks: Ranks) -> Finding:
+def _awaited(job: ObservedJob, ranks: Ranks) -> Finding:
     return Finding(
         VerdictKind.MISSING,
         AwaitedRanks(job, _calls(job), ranks, job.on_device, _unclear(job)),
@@ -248,7 +254,7 @@ def _awaited(job: SeenJob, ranks: Ranks) -> Finding:
     )
 
 
-def _open(job: SeenJob) -> Finding:
+def _open(job: ObservedJob) -> Finding:
     cause = OpenWait(
         job,
         _calls(job),
@@ -265,20 +271,20 @@ def _open(job: SeenJob) -> Finding:
     )
 
 
-def _unclear(job: SeenJob) -> Ranks:
+def _unclear(job: ObservedJob) -> Ranks:
     kinds = (PositionKind.UNCLEAR, PositionKind.UNKNOWN, PositionKind.DEVICE)
     return job.of_kind(*kinds) if job.waiting else job.of_kind(*kinds[:2])
 
 
-def _not_still(job: SeenJob, kind: PositionKind) -> Ranks:
+def _not_still(job: ObservedJob, kind: PositionKind) -> Ranks:
     return tuple(rank for rank in job.of_kind(kind) if not job.positions[rank].is_still)
 
 
-def _calls(job: SeenJob) -> tuple[SeenCall, ...]:
+def _calls(job: ObservedJob) -> tuple[ObservedCall, ...]:
     """The collectives in which ranks wait, the largest first."""
     by_call: dict[tuple[str | None, str | None], list[int]] = {}
     for rank in job.waiting:
         position = job.positions[rank]
         by_call.setdefault((position.op, position.line), []).append(rank)
-    calls = [SeenCall(op or "", tuple(ranks)) for (op, _), ranks in by_call.items()]
+    calls = [ObservedCall(op or "", tuple(ranks)) for (op, _), ranks in by_call.items()]
     return tuple(sorted(calls, key=lambda call: (-len(call.ranks), call.ranks)))

@@ -121,28 +121,28 @@ class StackPosition:
         }
 
 
-def position_of(seen: RankObservation) -> StackPosition:
+def position_of(observation: RankObservation) -> StackPosition:
     """Where a rank is, by its last stack, and whether it was there all the time."""
-    if not seen.is_alive:
+    if not observation.is_alive:
         return StackPosition(PositionKind.GONE)
-    main = seen.main
+    main = observation.main
     if main is None:
-        kind = PositionKind.STOPPED if seen.status.is_stopped else PositionKind.UNKNOWN
+        kind = PositionKind.STOPPED if observation.status.is_stopped else PositionKind.UNKNOWN
         return StackPosition(kind)
     op, thread = collective_in(main), main
     kind = _kind(main, op)
     if kind is PositionKind.ELSEWHERE and _waits_for_thread(main):
-        for other in seen.others:
+        for other in observation.others:
             if (other_op := collective_in(other)) is not None:
                 kind, op, thread = PositionKind.COLLECTIVE, other_op, other
-    if seen.status.is_stopped:
+    if observation.status.is_stopped:
         kind = PositionKind.STOPPED
     return StackPosition(
         kind,
         op,
-        line=_user_line(main, seen.folder),
+        line=_user_line(main, observation.folder),
         library_line=_library_line(main),
-        forward_line=_forward_line(main, seen.folder),
+        forward_line=_forward_line(main, observation.folder),
         thread=thread.name if thread is not main else None,
         is_still=_is_still(thread, kind, op),
         is_long_work=main.has_run and _is_long_work(main),
@@ -152,7 +152,7 @@ def position_of(seen: RankObservation) -> StackPosition:
 def _kind(main: ThreadStack, op: str | None) -> PositionKind:
     if op is not None:
         return PositionKind.COLLECTIVE
-    if any(map(_NATIVE_DEVICE.search, main.native)):
+    if any(map(_NATIVE_DEVICE.search, main.native)) or _synchronizes(main):
         return PositionKind.DEVICE
     may_wait = not main.has_run or main.is_same
     if may_wait and not main.native and _may_wait_in_native(main):
@@ -178,6 +178,14 @@ def _is_still(thread: ThreadStack, kind: PositionKind, op: str | None) -> bool:
     if op in GROUP_CREATION or kind is PositionKind.DEVICE:
         return thread.is_same
     return not thread.has_run
+
+
+def _synchronizes(main: ThreadStack) -> bool:
+    """Whether the innermost Python frame is `torch.cuda.synchronize` or one of its kind."""
+    return any(
+        "/torch/cuda/" in frame.where and _name(frame) == "synchronize"
+        for frame in _inside(main)[:1]
+    )
 
 
 def _may_wait_in_native(main: ThreadStack) -> bool:

@@ -73,16 +73,16 @@ def with_evidence(
 # -- finding ---------------------------------------------------------------------------------------
 
 
-def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path) -> dict[int, Path]:
-    """The dumps of this job by rank: where its processes write them, or beside the boxes. Leaves
-    out those older than the job."""
+def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path | None) -> dict[int, Path]:
+    """The dumps of this job by rank: where its processes write them, or in the folder of the boxes.
+    Leaves out those older than the job."""
     starts = (box.meta.get("started_ns") for box in boxes.values())
     began_ns = min((start for start in starts if isinstance(start, int)), default=0)
     dumps: dict[int, Path] = {}
-    for name in _names(folder):
-        match = _BESIDE.fullmatch(name)
-        if match is not None and (folder / name).is_file():
-            dumps[int(match[1])] = folder / name
+    for path in _files(folder) if folder is not None else ():
+        match = _BESIDE.fullmatch(path.name)
+        if match is not None and path.is_file():
+            dumps[int(match[1])] = path
     for rank, box in boxes.items():
         prefix = _setting(box, "dump")
         if prefix is not None:
@@ -94,9 +94,9 @@ def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path) -> dict[int, Pat
     }
 
 
-def _names(folder: Path) -> list[str]:
+def _files(folder: Path) -> list[Path]:
     try:
-        return [name for name in os.listdir(folder) if not name.startswith(".")]
+        return [folder / name for name in os.listdir(folder) if not name.startswith(".")]
     except OSError:
         return []
 

@@ -26,8 +26,8 @@ from torchwhere.diagnose.dump_facts import DumpCaveat
 from torchwhere.diagnose.stack_hang import (
     AllWait,
     AwaitedRanks,
+    ObservedJob,
     OpenWait,
-    SeenJob,
     find_stack_hang,
 )
 from torchwhere.flight_recorder.dumps import read_files
@@ -45,7 +45,6 @@ from torchwhere.render.verdict_text.stacks import (
 )
 
 _DUMP = "flight_recorder_rank_"  # the name of a copied dump, without the rank
-_NOWHERE = Path("/dev/null/none")
 
 
 @dataclass(slots=True, repr=False)
@@ -70,30 +69,38 @@ class AttachedJob:
     def boxes(self) -> dict[int, ProcessBox]:
         """A box without records for each rank: what its process is."""
         return {
-            rank: ProcessBox(Path(f"process {seen.pid}"), _meta(rank, seen), seen_ns=seen.seen_ns)
-            for rank, seen in self.ranks.items()
+            rank: ProcessBox(
+                Path(f"process {observation.pid}"),
+                _meta(rank, observation),
+                seen_ns=observation.seen_ns,
+            )
+            for rank, observation in self.ranks.items()
         }
 
 
 def check_readable(ranks: Sequence[RankObservation]) -> None:
     """Raise `TorchwhereError` if no stack could be read, and no state explains the hang."""
-    if all(seen.problem is not None and not seen.status.is_stopped for seen in ranks):
+    if all(
+        observation.problem is not None and not observation.status.is_stopped
+        for observation in ranks
+    ):
         raise TorchwhereError(f"cannot read the stacks: {problem_text(ranks[0].problem or '')}")
 
 
 def with_host_evidence(job: AttachedJob) -> AttachedJob:
     """The same with the GPUs of this host, and with dumps of its ranks, which are asked for new
     ones. A job without a hang is left alone."""
-    if find_stack_hang(SeenJob(job.ranks)).kind is VerdictKind.HEALTHY:
+    if find_stack_hang(ObservedJob(job.ranks)).kind is VerdictKind.HEALTHY:
         return job
-    host_gpus, devices = look_at_gpus([seen.pid for seen in job.ranks.values()])
+    host_gpus, devices = look_at_gpus([observation.pid for observation in job.ranks.values()])
     ranks = {
-        rank: replace(seen, devices=devices.get(seen.pid, ())) for rank, seen in job.ranks.items()
+        rank: replace(observation, devices=devices.get(observation.pid, ()))
+        for rank, observation in job.ranks.items()
     }
     boxes = job.boxes()
     ask_for_dumps(boxes, since_ns=time.time_ns())
     gpus = (host_gpus,) if host_gpus is not None else ()
-    return AttachedJob(ranks, gpus, find_dumps(boxes, _NOWHERE))
+    return AttachedJob(ranks, gpus, find_dumps(boxes, None))
 
 
 def copy_dumps(job: AttachedJob, folder: Path) -> None:
@@ -113,21 +120,22 @@ def diagnose_attached(job: AttachedJob) -> Verdict:
     """Find what is wrong with a job, from stacks and dumps.
 
     Example:
-        ranks = observe(all_ranks(), stall_s=30.0)
-        print(diagnose_attached(AttachedJob({seen.rank: seen for seen in ranks})))
+        observations = observe(all_ranks(), stall_s=30.0)
+        job = AttachedJob({observation.rank: observation for observation in observations})
+        print(diagnose_attached(job))
     """
-    seen_job = SeenJob(job.ranks)
-    context, finding = _context(job), find_stack_hang(seen_job)
+    observed = ObservedJob(job.ranks)
+    context, finding = _context(job), find_stack_hang(observed)
     verdict = verdict_of(Diagnosis(context, finding))
     positions = {
         str(rank): position.to_dict() | _process_facts(job.ranks[rank])
-        for rank, position in seen_job.positions.items()
+        for rank, position in observed.positions.items()
     }
     verdict = replace(
         verdict,
         collective=_collective(finding.cause),
-        missing_data=(*unknown_text(seen_job), *verdict.missing_data),
-        facts=verdict.facts | {"observed_s": round(seen_job.seconds, 1), "seen": positions},
+        missing_data=(*unknown_text(observed), *verdict.missing_data),
+        facts=verdict.facts | {"observed_s": round(observed.seconds, 1), "processes": positions},
     )
     is_hang = verdict.kind is not VerdictKind.HEALTHY
     return _with_dumps(verdict, job) if job.dumps and is_hang else verdict
@@ -135,8 +143,8 @@ def diagnose_attached(job: AttachedJob) -> Verdict:
 
 def _context(job: AttachedJob) -> Context:
     run = RunSummary(Path(), job.boxes(), noun="process")
-    statuses = {rank: seen.status for rank, seen in job.ranks.items()}
-    now_ns = max(seen.seen_ns for seen in job.ranks.values())
+    statuses = {rank: observation.status for rank, observation in job.ranks.items()}
+    now_ns = max(observation.seen_ns for observation in job.ranks.values())
     return examine(run, statuses=statuses, now_ns=now_ns, gpus=job.gpus).context
 
 
@@ -146,26 +154,26 @@ def _collective(cause: Cause) -> dict[str, object] | None:
     return {"op": calls[0].op, "number": None, "group": None} if calls else None
 
 
-def _process_facts(seen: RankObservation) -> dict[str, object]:
+def _process_facts(observation: RankObservation) -> dict[str, object]:
     return {
-        "pid": seen.pid,
-        "host": seen.host,
-        "process_state": seen.state,
-        "waits_in": seen.waits_in,
-        "cpu_s": round(seen.main.run_s, 3) if seen.main is not None else None,
+        "pid": observation.pid,
+        "host": observation.host,
+        "process_state": observation.state,
+        "waits_in": observation.waits_in,
+        "cpu_s": round(observation.main.run_s, 3) if observation.main is not None else None,
     }
 
 
-def _meta(rank: int, seen: RankObservation) -> dict[str, object]:
+def _meta(rank: int, observation: RankObservation) -> dict[str, object]:
     return {
         "rank": rank,
-        "world_size": seen.world_size,
-        "host": seen.host,
-        "pid": seen.pid,
-        "folder": seen.folder,
-        "started_ns": seen.started_ns,
-        "flight_recorder": seen.flight_recorder,
-        "devices": list(seen.devices),
+        "world_size": observation.world_size,
+        "host": observation.host,
+        "pid": observation.pid,
+        "folder": observation.folder,
+        "started_ns": observation.started_ns,
+        "flight_recorder": observation.flight_recorder,
+        "devices": list(observation.devices),
     }
 
 
@@ -178,7 +186,9 @@ def _with_dumps(verdict: Verdict, job: AttachedJob) -> Verdict:
     except TorchwhereError as error:
         caveat = str(DumpCaveat(str(error)))
         return replace(verdict, missing_data=(*verdict.missing_data, caveat))
-    looked_ns = min(seen.seen_ns - int(seen.seconds * 1e9) for seen in job.ranks.values())
+    looked_ns = min(
+        observation.seen_ns - int(observation.seconds * 1e9) for observation in job.ranks.values()
+    )
     written_ns = min(path.stat().st_mtime_ns for path in files.values())
     age = dump_age_text((looked_ns - written_ns) / 1e9)
     missing_data = (*verdict.missing_data, *age, *of_dumps.missing_data)

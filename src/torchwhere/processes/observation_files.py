@@ -33,7 +33,7 @@ def write_observations(folder: Path, ranks: Sequence[RankObservation]) -> Path:
     values = {
         "format": _FORMAT,
         "torchwhere": __version__,
-        "ranks": [seen.to_dict() for seen in ranks],
+        "ranks": [observation.to_dict() for observation in ranks],
     }
     with destination(path) as file:
         file.write(json.dumps(values, indent=1).encode())
@@ -55,11 +55,11 @@ def read_observations(folder: str | Path) -> dict[int, RankObservation]:
     ranks: dict[int, RankObservation] = {}
     for path in paths:
         for value in _ranks_in(path):
-            seen = RankObservation.from_dict(value)
-            if seen is not None and seen.seen_ns >= (
-                ranks[seen.rank].seen_ns if seen.rank in ranks else 0
+            observation = RankObservation.from_dict(value)
+            if observation is not None and observation.seen_ns >= (
+                ranks[observation.rank].seen_ns if observation.rank in ranks else 0
             ):
-                ranks[seen.rank] = seen
+                ranks[observation.rank] = observation
     if not ranks:
         raise TorchwhereError(f"{paths[0]} has no ranks. Write it again with torchwhere attach")
     return dict(sorted(ranks.items()))

@@ -196,18 +196,26 @@ def _helpers(processes: Sequence[HelperProcess]) -> tuple[HelperObservation, ...
 
 def _with_native(observations: Sequence[RankObservation]) -> list[RankObservation]:
     """Add native frames: they show a wait in C++ below the last Python frame."""
-    readable = [seen.pid for seen in observations if seen.main and not seen.status.is_stopped]
+    readable = [
+        observation.pid
+        for observation in observations
+        if observation.main and not observation.status.is_stopped
+    ]
     native = py_spy.read_threads(readable, native=True)
-    return [_added(seen, native.get(seen.pid)) for seen in observations]
+    return [_added(observation, native.get(observation.pid)) for observation in observations]
 
 
-def _added(seen: RankObservation, threads: list[SpiedThread] | Refusal | None) -> RankObservation:
-    if threads is None or seen.main is None:
-        return seen
-    main = py_spy.main_thread(threads, seen.pid) if isinstance(threads, list) else None
+def _added(
+    observation: RankObservation, threads: list[SpiedThread] | Refusal | None
+) -> RankObservation:
+    if threads is None or observation.main is None:
+        return observation
+    main = py_spy.main_thread(threads, observation.pid) if isinstance(threads, list) else None
     if main is None:
-        return replace(seen, native_problem=str(threads) if isinstance(threads, Refusal) else None)
+        return replace(
+            observation, native_problem=str(threads) if isinstance(threads, Refusal) else None
+        )
     # The stack may have changed since the last look: then the native frames are of another place.
-    if without_own_frames(list(main.frames)) != seen.main.stack:
-        return seen
-    return replace(seen, main=replace(seen.main, native=main.native))
+    if without_own_frames(list(main.frames)) != observation.main.stack:
+        return observation
+    return replace(observation, main=replace(observation.main, native=main.native))

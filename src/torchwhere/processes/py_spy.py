@@ -22,6 +22,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchwhere.processes.proc_files import process_stat
+from torchwhere.processes.status import STOPPED
+
 _PATIENCE_S = 5.0
 _NATIVE_PATIENCE_S = 60.0  # py-spy reads the symbols of libtorch
 _MAX_BYTES = 4 << 20
@@ -127,9 +130,8 @@ def _read_native(spy: str, pid: int) -> list[SpiedThread] | Refusal:
 
 
 def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False
+    stat = process_stat(pid)
+    return stat is not None and stat.state in STOPPED
 
 
 def _start(spy: str, pid: int, option: str) -> subprocess.Popen[bytes] | None:

@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
 from pathlib import Path
 
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.processes import proc_files
 from torchwhere.processes.launcher import Launch, launch
+from torchwhere.processes.workers import DATA_WORKER, children_of, descendants
 
 _GROUP_THREADS = ("pt_gloo_", "pt_nccl_", "pt_ucc_", "pt_mpi_")
 _TORCHRUN = re.compile(
@@ -29,10 +29,9 @@ _LAUNCHER = re.compile(
     _TORCHRUN.pattern + r"|(^|/)(accelerate|deepspeed|mpirun|mpiexec|srun)$"
     r"|^(deepspeed\.launcher|accelerate\.commands)\."
 )
-_LAUNCHER_ARGUMENTS = 4  # `python -u -m torch.distributed.run`
+_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")  # options of Python that have a value
 # Variables that are equal in all ranks of a job; the first that is set tells jobs apart.
 _JOBS = (("MASTER_ADDR", "MASTER_PORT"), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMIX_NAMESPACE",))
-_DATA_WORKER = "pt_data_worker"
 _OWN_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -138,14 +137,8 @@ class _Host:
     def __init__(self) -> None:
         self.stats = proc_files.all_processes()
         self.stats.pop(os.getpid(), None)
+        self._children = children_of(self.stats)
         self._environments: dict[int, dict[str, str]] = {}
-
-    @cached_property
-    def _children(self) -> dict[int, list[int]]:
-        children: dict[int, list[int]] = {}
-        for pid, stat in self.stats.items():
-            children.setdefault(stat.parent, []).append(pid)
-        return children
 
     def environment(self, pid: int) -> Mapping[str, str]:
         if pid not in self._environments:
@@ -153,9 +146,7 @@ class _Host:
         return self._environments[pid]
 
     def descendants(self, pid: int) -> Iterator[int]:
-        for child in self._children.get(pid, ()):
-            yield child
-            yield from self.descendants(child)
+        return descendants(pid, self._children)
 
     # -- one process -------------------------------------------------------------------------------
 
@@ -166,8 +157,8 @@ class _Host:
         return any("/libpython" in path for path in proc_files.mapped_files(pid))
 
     def is_like(self, pid: int, pattern: re.Pattern[str]) -> bool:
-        """Whether one of the first arguments of a process matches."""
-        return any(map(pattern.search, proc_files.command_line(pid)[:_LAUNCHER_ARGUMENTS]))
+        """Whether the program, script or module that a process runs matches."""
+        return pattern.search(_program(proc_files.command_line(pid))) is not None
 
     def has_group(self, pid: int) -> bool:
         """Whether a process has a process group, by the names of its threads."""
@@ -179,7 +170,9 @@ class _Host:
     def is_rank(self, pid: int) -> bool:
         """Whether a process has rank variables or a process group, and is not a launcher."""
         has_rank = launch(self.environment(pid)).rank is not None or self.has_group(pid)
-        return has_rank and self.is_python(pid) and not self.is_like(pid, _LAUNCHER)
+        if not has_rank or not self.is_python(pid) or self.is_like(pid, _LAUNCHER):
+            return False
+        return self._kind(pid) is HelperKind.SUBPROCESS  # a worker may have outlived its rank
 
     def job_of(self, pid: int) -> object:
         """What tells the job of a rank from other jobs."""
@@ -244,7 +237,7 @@ class _Host:
         )
 
     def _kind(self, pid: int) -> HelperKind:
-        if proc_files.name_of(pid) == _DATA_WORKER:
+        if proc_files.name_of(pid) == DATA_WORKER:
             return HelperKind.DATA_WORKER
         arguments = proc_files.command_line(pid)
         is_compiling = any("compile_worker" in argument for argument in arguments)
@@ -254,6 +247,23 @@ class _Host:
         """Whether a process belongs to Python's multiprocessing itself."""
         text = " ".join(proc_files.command_line(pid))
         return any(name in text for name in _OWN_HELPERS)
+
+
+def _program(arguments: Sequence[str]) -> str:
+    """What a command line runs: the script or module of Python, else the program."""
+    if not arguments or not os.path.basename(arguments[0]).startswith("python"):
+        return arguments[0] if arguments else ""
+    options = iter(arguments[1:])
+    for option in options:
+        if option == "-m":
+            return next(options, "")
+        if not option.startswith("-"):
+            return option
+        if option == "-c":
+            return ""
+        if option in _WITH_VALUE:
+            next(options, None)
+    return ""
 
 
 def _numbered(host: _Host, pids: Sequence[int]) -> list[RankProcess]:

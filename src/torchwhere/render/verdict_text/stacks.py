@@ -14,10 +14,10 @@ from torchwhere.diagnose.stack_hang import (
     AwaitedRanks,
     GoneRanks,
     NoHangSeen,
+    ObservedCall,
+    ObservedJob,
     OpenWait,
     PartlyBlocked,
-    SeenCall,
-    SeenJob,
 )
 from torchwhere.diagnose.stack_position import PositionKind
 from torchwhere.gpus.labels import gpu_label
@@ -177,11 +177,13 @@ def partly_blocked_text(cause: PartlyBlocked, context: Context) -> list[str]:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _waiting(calls: Iterable[SeenCall]) -> list[int]:
+def _waiting(calls: Iterable[ObservedCall]) -> list[int]:
     return sorted(rank for call in calls for rank in call.ranks)
 
 
-def _waits_text(context: Context, calls: Sequence[SeenCall], on_device: Sequence[int]) -> list[str]:
+def _waits_text(
+    context: Context, calls: Sequence[ObservedCall], on_device: Sequence[int]
+) -> list[str]:
     lines = []
     for call in calls[:_MOST_COHORTS]:
         place = in_place(context.place(call.ranks[0]))
@@ -202,7 +204,7 @@ def _gpus_text(context: Context, ranks: Sequence[int]) -> list[str]:
     ]
 
 
-def _rank_text(context: Context, job: SeenJob, rank: int, *, instead: str = "") -> list[str]:
+def _rank_text(context: Context, job: ObservedJob, rank: int, *, instead: str = "") -> list[str]:
     """Where a rank is, what it does, and its helpers if it waits for data."""
     position = job.positions[rank]
     parts = [in_place(context.place(rank))]
@@ -214,8 +216,10 @@ def _rank_text(context: Context, job: SeenJob, rank: int, *, instead: str = "") 
     return [text, *(f"    {text}" for text in _helpers_text(job.ranks[rank]))]
 
 
-def _helpers_text(seen: RankObservation) -> list[str]:
-    return [_helper_text(helper, seen.folder) for helper in seen.helpers[:_MOST_HELPERS]]
+def _helpers_text(observation: RankObservation) -> list[str]:
+    return [
+        _helper_text(helper, observation.folder) for helper in observation.helpers[:_MOST_HELPERS]
+    ]
 
 
 def _helper_text(helper: HelperObservation, folder: str) -> str:
@@ -229,7 +233,7 @@ def _helper_text(helper: HelperObservation, folder: str) -> str:
     return f"its {helper.kind}, process {helper.pid}, is at {line}: {activity}"
 
 
-def _places_text(context: Context, job: SeenJob, ranks: Iterable[int]) -> list[str]:
+def _places_text(context: Context, job: ObservedJob, ranks: Iterable[int]) -> list[str]:
     """The ranks by place: `  ranks 0-3: at train.py:9, in all_reduce`."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(ranks):
@@ -247,7 +251,7 @@ def _places_text(context: Context, job: SeenJob, ranks: Iterable[int]) -> list[s
     return [*lines[:_MOST_COHORTS], *([f"  and {left_out} other places"] if left_out > 0 else [])]
 
 
-def _unclear_text(job: SeenJob, ranks: Sequence[int]) -> list[str]:
+def _unclear_text(job: ObservedJob, ranks: Sequence[int]) -> list[str]:
     """Ranks that may be in the collective or not."""
     without_stack = [rank for rank in ranks if job.ranks[rank].main is None]
     in_native = [rank for rank in ranks if job.ranks[rank].main is not None]
@@ -266,10 +270,10 @@ def _unclear_text(job: SeenJob, ranks: Sequence[int]) -> list[str]:
 # -- what is not known -----------------------------------------------------------------------------
 
 
-def unknown_text(job: SeenJob) -> list[str]:
+def unknown_text(job: ObservedJob) -> list[str]:
     """What the stacks of a job do not show."""
     lines = [NOT_WATCHED]
-    assumed = [rank for rank, seen in job.ranks.items() if seen.is_assumed]
+    assumed = [rank for rank, observation in job.ranks.items() if observation.is_assumed]
     if assumed:
         lines.append(
             "the processes have no rank variables: their ranks are assumed from the order in which"
@@ -277,15 +281,17 @@ def unknown_text(job: SeenJob) -> list[str]:
         )
     for problem, ranks in _by_problem(job).items():
         lines.append(f"stacks of {ranks_phrase(ranks)}: {problem}")
-    native = [rank for rank, seen in job.ranks.items() if seen.native_problem is not None]
+    native = [
+        rank for rank, observation in job.ranks.items() if observation.native_problem is not None
+    ]
     if native:
         lines.append(
             f"native frames of {ranks_phrase(native)}: waits in C++ below the last Python line"
         )
-    times = [seen.seen_ns for seen in job.ranks.values()]
+    times = [observation.seen_ns for observation in job.ranks.values()]
     apart_s = (max(times) - min(times)) / 1e9 if times else 0.0
     if apart_s > max(60.0, job.seconds):
-        hosts = len({seen.host for seen in job.ranks.values()})
+        hosts = len({observation.host for observation in job.ranks.values()})
         lines.append(
             f"the {plural(hosts, 'host')} were not looked at together, but up to {apart_s:.0f} s"
             " apart: ranks may have moved in between"
@@ -293,11 +299,11 @@ def unknown_text(job: SeenJob) -> list[str]:
     return lines
 
 
-def _by_problem(job: SeenJob) -> dict[str, list[int]]:
+def _by_problem(job: ObservedJob) -> dict[str, list[int]]:
     by_problem: dict[str, list[int]] = {}
-    for rank, seen in sorted(job.ranks.items()):
-        if seen.problem is not None:
-            text = problem_text(seen.problem)
+    for rank, observation in sorted(job.ranks.items()):
+        if observation.problem is not None:
+            text = problem_text(observation.problem)
             by_problem.setdefault(text, []).append(rank)
     return by_problem
 
