@@ -20,8 +20,16 @@ from typing import Any
 import pytest
 
 from torchwhere.cli import main
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.processes import py_spy
-from torchwhere.processes.rank_processes import HelperKind, jobs_of_host, ranks_of
+from torchwhere.processes.proc_files import process_stat
+from torchwhere.processes.rank_processes import (
+    HelperKind,
+    all_ranks,
+    jobs_of_host,
+    ranks_of,
+    ranks_of_torchrun,
+)
 
 JOB = Path(__file__).with_name("unwatched_job.py")
 needs_py_spy = pytest.mark.skipif(py_spy.program() is None, reason="py-spy is not installed")
@@ -138,7 +146,7 @@ def test_a_hang(
     scene: UnwatchedJob, op: str, detail: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rank that does not come to the collective is named, with its line and what it does, also
-    if the others wait in C++; the job goes on afterwards."""
+    if the others wait in C++. A stopped rank stays stopped; then the job goes on."""
     code, verdict = attach(capsys, *scene.pids)
     assert (code, verdict["kind"], verdict["culprits"]) == (1, "missing", [2]), verdict["text"]
     assert verdict["collective"]["op"] == op
@@ -150,6 +158,9 @@ def test_a_hang(
     assert innermost.endswith(f"/{missing['line']} in {function}")
     assert missing["detail"].startswith(detail)
     assert "Not known: torchwhere was not watching" in verdict["text"]
+    stat = process_stat(scene.ranks[2].pid)
+    assert stat is not None
+    assert (stat.state == "T") is (function == "stop")
 
 
 @needs_py_spy
@@ -171,17 +182,6 @@ def test_the_workers_of_a_rank(scene: UnwatchedJob, capsys: pytest.CaptureFixtur
     ]
     assert any(start in text for start in lines), text
     assert "(torch/utils/data/dataloader.py:" in text  # the line of the library
-
-
-@needs_py_spy
-@pytest.mark.parametrize("scene", ["stop all_reduce"], indirect=True)
-def test_a_stopped_rank_stays_stopped(
-    scene: UnwatchedJob, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Looking at a stopped process does not continue it."""
-    attach(capsys, *scene.pids)
-    stat = Path(f"/proc/{scene.ranks[2].pid}/stat").read_text()
-    assert stat.rpartition(")")[2].split()[0] == "T"
 
 
 @needs_py_spy
@@ -218,6 +218,10 @@ def test_the_ranks_of_a_host(job: UnwatchedJob) -> None:
     """The ranks of one job are found together, apart from those of other jobs."""
     pids = [process.pid for process in job.ranks]
     assert pids in jobs_of_host()
+    try:
+        assert [process.pid for process in all_ranks()] == pids
+    except TorchwhereError as error:  # other tests run jobs too
+        assert f"torchwhere attach {' '.join(job.pids)}" in str(error)
     assert [(process.pid, process.rank) for process in ranks_of(pids[::-1])] == [
         (pid, rank) for rank, pid in enumerate(pids)
     ]
@@ -290,6 +294,10 @@ def test_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert [torchrun.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         time.sleep(0.5)
         code, verdict = attach(capsys, str(torchrun.pid))
+        try:
+            assert [process.rank for process in ranks_of_torchrun()] == [0, 1]
+        except TorchwhereError as error:  # other tests run torchrun too
+            assert f"torchwhere attach {torchrun.pid}" in str(error)
         torchrun.terminate()
     assert (code, verdict["culprits"], verdict["collective"]["op"]) == (1, [1], "barrier")
     assert verdict["ranks"]["1"]["line"] == "train.py:5"

@@ -243,7 +243,12 @@ def test_dumps_of_the_flight_recorder(tmp_path: Path) -> None:
     paths = {"dump": str(tmp_path / "nccl_trace_rank_"), "pipe": str(tmp_path / "pipe")}
     host = socket.gethostname()
     ranks = [
-        replace(rank(i, LINE, native=("cudaStreamSynchronize",)), host=host, flight_recorder=paths)
+        replace(
+            rank(i, LINE, native=("cudaStreamSynchronize",)),
+            host=host,
+            flight_recorder=paths,
+            seen_ns=time.time_ns(),
+        )
         for i in range(4)
     ]
     recorders = [recorder.call(state="started") for recorder in four()]
@@ -275,6 +280,26 @@ def test_dumps_of_the_flight_recorder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     copy_dumps(job, tmp_path / "run")
     assert sorted(saved_dumps(tmp_path / "run", job.ranks)) == [0, 1, 2, 3]
+
+
+def test_old_dumps(tmp_path: Path) -> None:
+    """Dumps from before the first look name no rank: the job may have progressed since."""
+    recorders = [recorder.call(state="started") for recorder in four()]
+    recorders[2].entries.pop()
+    for recorder in recorders:
+        recorder.write(tmp_path)
+    now_ns = time.time_ns() + 60 * 10**9
+    ranks = {
+        i: replace(rank(i, LINE, native=("cudaStreamSynchronize",)), seen_ns=now_ns)
+        for i in range(4)
+    }
+    dumps = {i: tmp_path / f"nccl_trace_rank_{i}" for i in range(4)}
+    verdict = diagnose_attached(AttachedJob(ranks, (), dumps))
+    assert verdict.culprits == ()
+    assert verdict.missing_data[-1] == (
+        f"4 dumps of the flight recorder in {tmp_path} from before the first look: read them with"
+        " torchwhere doctor --flight-recorder"
+    )
 
 
 def test_gpus_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

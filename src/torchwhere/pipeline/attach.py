@@ -39,7 +39,7 @@ from torchwhere.processes.observation import RankObservation
 from torchwhere.render.verdict_text.assemble import verdict_of
 from torchwhere.render.verdict_text.stacks import (
     STACKS_SHOW,
-    dump_age_text,
+    old_dumps_text,
     problem_text,
     unknown_text,
 )
@@ -178,22 +178,28 @@ def _meta(rank: int, observation: RankObservation) -> dict[str, object]:
 
 
 def _with_dumps(verdict: Verdict, job: AttachedJob) -> Verdict:
-    """The verdict of the dumps if they show a hang, with the stacks of this verdict."""
+    """The verdict of the dumps if they show a hang, with the stacks of this verdict.
+
+    Dumps from before the first look do not count: the job may have progressed since.
+    """
+    first_ns = min(
+        observation.seen_ns - int(observation.seconds * 1e9) for observation in job.ranks.values()
+    )
     files = job.dumps or {}
+    new = {rank: path for rank, path in files.items() if path.stat().st_mtime_ns >= first_ns}
+    old = old_dumps_text([path for rank, path in files.items() if rank not in new])
+    verdict = replace(verdict, missing_data=(*verdict.missing_data, *old))
+    if not new:
+        return verdict
     try:
-        dumps = read_files(Path(), [("", rank, path) for rank, path in sorted(files.items())])
-        of_dumps = diagnose_dumps(dumps)
+        of_dumps = diagnose_dumps(read_files(Path(), [("", *file) for file in sorted(new.items())]))
     except TorchwhereError as error:
         caveat = str(DumpCaveat(str(error)))
         return replace(verdict, missing_data=(*verdict.missing_data, caveat))
-    looked_ns = min(
-        observation.seen_ns - int(observation.seconds * 1e9) for observation in job.ranks.values()
-    )
-    written_ns = min(path.stat().st_mtime_ns for path in files.values())
-    age = dump_age_text((looked_ns - written_ns) / 1e9)
-    missing_data = (*verdict.missing_data, *age, *of_dumps.missing_data)
+    is_stopped = any(observation.status.is_stopped for observation in job.ranks.values())
+    missing_data = (*verdict.missing_data, *of_dumps.missing_data)
     facts = verdict.facts | of_dumps.facts
-    if of_dumps.kind is VerdictKind.HEALTHY:
+    if of_dumps.kind is VerdictKind.HEALTHY or is_stopped:
         return replace(verdict, missing_data=missing_data, facts=facts)
     return replace(
         of_dumps,

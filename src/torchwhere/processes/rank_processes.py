@@ -32,6 +32,7 @@ _LAUNCHER = re.compile(
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")  # options of Python that have a value
 # Variables that are equal in all ranks of a job; the first that is set tells jobs apart.
 _JOBS = (("MASTER_ADDR", "MASTER_PORT"), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMIX_NAMESPACE",))
+_MOST_LISTED = 16  # jobs in a message
 _OWN_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -94,7 +95,7 @@ def ranks_of_torchrun() -> list[RankProcess]:
             " ranks, or --all"
         )
     if len(agents) > 1:
-        listed = " or ".join(f"torchwhere attach {pid}" for pid in agents[:4])
+        listed = " or ".join(f"torchwhere attach {pid}" for pid in agents[:_MOST_LISTED])
         raise TorchwhereError(f"this host runs {len(agents)} torchruns. Choose one: {listed}")
     return _numbered(host, host.ranks_below(agents[0]))
 
@@ -115,7 +116,9 @@ def all_ranks() -> list[RankProcess]:
             " root"
         )
     if len(jobs) > 1:
-        listed = " or ".join(f"torchwhere attach {' '.join(map(str, pids))}" for pids in jobs[:4])
+        listed = " or ".join(
+            f"torchwhere attach {' '.join(map(str, pids))}" for pids in jobs[:_MOST_LISTED]
+        )
         raise TorchwhereError(f"this host runs {len(jobs)} jobs. Choose one: {listed}")
     return _numbered(host, jobs[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
@@ -64,7 +65,8 @@ def awaited_ranks_text(cause: AwaitedRanks, context: Context) -> list[str]:
     lines = [f"{ranks} {is_are} {_reason_text(cause)}."]
     lines += _waits_text(context, cause.calls, cause.on_device)
     for rank in cause.ranks[:_MOST_RANKS]:
-        instead = " instead" if rank not in _waiting(cause.calls) else ""
+        is_inside = cause.job.positions[rank].op is not None
+        instead = " instead" if cause.calls and not is_inside else ""
         lines += _rank_text(context, cause.job, rank, instead=instead)
     if len(cause.ranks) > _MOST_RANKS:
         lines.append(f"  and {len(cause.ranks) - _MOST_RANKS} more")
@@ -313,8 +315,13 @@ def problem_text(problem: str) -> str:
     return PROBLEMS.get(problem, PROBLEMS[Refusal.UNSUPPORTED])
 
 
-def dump_age_text(age_s: float) -> list[str]:
-    """That dumps were written before the first look, if so."""
-    if age_s < 1.0:
+def old_dumps_text(paths: Sequence[Path]) -> list[str]:
+    """That dumps are older than the first look, and how to read them."""
+    if not paths:
         return []
-    return [f"what the job did in the {age_s:.0f} s between its oldest dump and the first look"]
+    return [
+        (
+            f"{plural(len(paths), 'dump')} of the flight recorder in {paths[0].parent} from before"
+            " the first look: read them with torchwhere doctor --flight-recorder"
+        )
+    ]
