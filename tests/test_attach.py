@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchwhere.processes import py_spy
 from torchwhere.processes.proc_files import process_stat
 from torchwhere.processes.rank_processes import (
     HelperKind,
+    RankProcess,
     all_ranks,
     jobs_of_host,
     ranks_of,
@@ -185,10 +186,10 @@ def test_the_workers_of_a_rank(scene: UnwatchedJob, capsys: pytest.CaptureFixtur
 
 
 @needs_py_spy
-@pytest.mark.parametrize("scene", ["steps"], indirect=True)
+@pytest.mark.parametrize("scene", ["steps", "late"], indirect=True)
 def test_a_job_that_progresses(scene: UnwatchedJob, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that progresses is not called a hang, nor healthy: no hang was seen in so many
-    seconds."""
+    """A job that progresses is not called a hang, nor healthy: no hang was seen in so many seconds,
+    also if ranks wait in the same collective at each look, because another rank is late."""
     code, verdict = attach(capsys, *scene.pids)
     title, explanation = verdict["text"].splitlines()[:2]
     assert (code, verdict["kind"], verdict["culprits"]) == (0, "healthy", [])
@@ -214,14 +215,20 @@ def test_what_was_seen_is_kept(
 # -- finding the ranks -----------------------------------------------------------------------------
 
 
+def processes_or_choice(find: Callable[[], list[RankProcess]]) -> tuple[list[int], str]:
+    """The processes of the only job of this host, or the message if other tests run jobs too."""
+    try:
+        return [process.pid for process in find()], ""
+    except TorchwhereError as error:
+        return [], str(error)
+
+
 def test_the_ranks_of_a_host(job: UnwatchedJob) -> None:
     """The ranks of one job are found together, apart from those of other jobs."""
     pids = [process.pid for process in job.ranks]
     assert pids in jobs_of_host()
-    try:
-        assert [process.pid for process in all_ranks()] == pids
-    except TorchwhereError as error:  # other tests run jobs too
-        assert f"torchwhere attach {' '.join(job.pids)}" in str(error)
+    processes, choice = processes_or_choice(all_ranks)
+    assert processes == pids or f"torchwhere attach {' '.join(job.pids)}" in choice
     assert [(process.pid, process.rank) for process in ranks_of(pids[::-1])] == [
         (pid, rank) for rank, pid in enumerate(pids)
     ]
@@ -294,13 +301,12 @@ def test_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert [torchrun.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         time.sleep(0.5)
         code, verdict = attach(capsys, str(torchrun.pid))
-        try:
-            assert [process.rank for process in ranks_of_torchrun()] == [0, 1]
-        except TorchwhereError as error:  # other tests run torchrun too
-            assert f"torchwhere attach {torchrun.pid}" in str(error)
+        ranks = [process.pid for process in ranks_of([torchrun.pid])]
+        processes, choice = processes_or_choice(ranks_of_torchrun)
         torchrun.terminate()
     assert (code, verdict["culprits"], verdict["collective"]["op"]) == (1, [1], "barrier")
     assert verdict["ranks"]["1"]["line"] == "train.py:5"
+    assert processes == ranks or f"torchwhere attach {torchrun.pid}" in choice
 
 
 WATCHED = """

@@ -58,10 +58,11 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def steps() -> None:
+def steps(pause_s: float) -> None:
     """A job that progresses: steps with a collective, until all ranks see the file."""
     while True:
         sum(range(10_000))
+        time.sleep(pause_s)
         done = torch.tensor(float(RELEASE.exists()))
         dist.all_reduce(done, op=dist.ReduceOp.MIN)
         if done:
@@ -80,9 +81,9 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         scene, _, call = line.strip().partition(" ")
-        if scene == "steps":
+        if scene in ("steps", "late"):
             arrive()
-            steps()
+            steps(0.4 if scene == "late" and is_last else 0.0)
         elif is_last:
             arrive()
             {"loader": loader, "lock": lock, "loop": loop, "stop": stop}[scene]()
