@@ -2,8 +2,8 @@
 
 Takes processes from `rank_processes.py`. The looks themselves pause nothing (py-spy without
 native frames, /proc). They end early if the stack of every rank changes from look to look, so that
-a job that progresses is looked at for 2 s. Otherwise native frames are read once at the end, which
-pauses a process for as long as py-spy reads it.
+a job that progresses is looked at for 2 s. Otherwise the native frames of ranks with unchanged
+stacks are read once at the end, which pauses a process for as long as py-spy reads it.
 """
 
 from __future__ import annotations
@@ -195,13 +195,16 @@ def _helpers(processes: Sequence[HelperProcess]) -> tuple[HelperObservation, ...
 
 
 def _with_native(observations: Sequence[RankObservation]) -> list[RankObservation]:
-    """Add native frames: they show a wait in C++ below the last Python frame."""
-    readable = [
+    """Add native frames of ranks that may wait: they show a wait in C++ below the last Python
+    frame."""
+    waiting = [
         observation.pid
         for observation in observations
-        if observation.main and not observation.status.is_stopped
+        if observation.main is not None
+        and (observation.main.is_same or not observation.main.has_run)
+        and not observation.status.is_stopped
     ]
-    native = py_spy.read_threads(readable, native=True)
+    native = py_spy.read_threads(waiting, native=True)
     return [_added(observation, native.get(observation.pid)) for observation in observations]
 
 
