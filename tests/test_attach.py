@@ -6,6 +6,7 @@ only once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ import pytest
 from torchwhere.cli import main
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.processes import py_spy
-from torchwhere.processes.proc_files import process_stat
+from torchwhere.processes.proc_files import all_processes, process_stat
 from torchwhere.processes.rank_processes import (
     HelperKind,
     RankProcess,
@@ -31,6 +32,7 @@ from torchwhere.processes.rank_processes import (
     ranks_of,
     ranks_of_torchrun,
 )
+from torchwhere.processes.workers import children_of, descendants
 
 JOB = Path(__file__).with_name("unwatched_job.py")
 needs_py_spy = pytest.mark.skipif(py_spy.program() is None, reason="py-spy is not installed")
@@ -98,6 +100,29 @@ class UnwatchedJob:
         for process in self.ranks:
             process.kill()
             process.communicate()
+
+
+@contextlib.contextmanager
+def running(*command: str, folder: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A program with all processes that it starts. They are killed at the end, also if a test
+    fails."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            children = children_of(all_processes())
+            for pid in [*descendants(process.pid, children), process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -258,21 +283,14 @@ def test_ranks_without_variables(tmp_path: Path, capsys: pytest.CaptureFixture[s
     process that started them. Their ranks are assumed, and the verdict says so."""
     (tmp_path / "train.py").write_text(FORKED)
     variables = {name: value for name, value in os.environ.items() if name != "RANK"}
-    with subprocess.Popen(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+    with running(
+        sys.executable, "train.py", folder=tmp_path, env=variables, stdin=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.5)
         ranks = ranks_of([process.pid])
         _, verdict = attach(capsys, str(process.pid))
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGKILL)
     assert [(rank.rank, rank.is_assumed) for rank in ranks] == [(0, True), (1, True)]
     assert verdict["culprits"] == [1]
     assert "their ranks are assumed from the order in which they started" in verdict["text"]
@@ -289,21 +307,14 @@ def test_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "    time.sleep(600)\n"
         "dist.barrier()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    with subprocess.Popen(
-        [*command, "--rdzv-endpoint", f"localhost:{_free_port()}", "train.py"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as torchrun:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with running(*command, "--nproc-per-node", "2", "train.py", folder=tmp_path) as torchrun:
         assert torchrun.stdout is not None
         assert [torchrun.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         time.sleep(0.5)
         code, verdict = attach(capsys, str(torchrun.pid))
         ranks = [process.pid for process in ranks_of([torchrun.pid])]
         processes, choice = processes_or_choice(ranks_of_torchrun)
-        torchrun.terminate()
     assert (code, verdict["culprits"], verdict["collective"]["op"]) == (1, [1], "barrier")
     assert verdict["ranks"]["1"]["line"] == "train.py:5"
     assert processes == ranks or f"torchwhere attach {torchrun.pid}" in choice
@@ -319,14 +330,11 @@ with torchwhere.watch(torch.nn.Linear(1, 1), out="run"):
 
 def test_a_watched_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job that torchwhere watches gets the verdict on its folder."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WATCHED], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with running(sys.executable, "-c", WATCHED, folder=tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         main(["attach", str(process.pid)])
         printed = capsys.readouterr()
-        process.kill()
     assert printed.err == (
         f"torchwhere: torchwhere watches this job. This is: torchwhere doctor {tmp_path / 'run'}\n"
     )
@@ -347,9 +355,8 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_wrong_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A process that does not exist or is not Python, a wrong choice, and a folder that cannot be
     read or written give one line that says what to do."""
-    with subprocess.Popen(["sleep", "600"]) as sleep:
+    with running("sleep", "600", folder=tmp_path) as sleep:
         message = error(capsys, str(sleep.pid))
-        sleep.kill()
     assert f"process {sleep.pid} (sleep) is not a Python process" in message
     assert f"there is no process {sleep.pid}" in error(capsys, str(sleep.pid))
     assert "give process ids, --torchrun, --all or --read" in error(capsys)
