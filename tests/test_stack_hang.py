@@ -63,7 +63,9 @@ def rank(
         seen_ns=10**18,
         seconds=30.0,
         folder="/job",
-        main=ThreadStack("MainThread", stack, native, has_run=not still, is_same=still),
+        main=ThreadStack(
+            "MainThread", stack, native, has_run=not still, is_same=still, has_native=bool(native)
+        ),
         **values,
     )
 
@@ -146,7 +148,9 @@ def test_verdicts_from_stacks(
 
 def test_a_native_wait() -> None:
     """A wait in C++ below the user's line or a backward is a collective only if native frames show
-    it."""
+    it. Python code that spins at one line has none."""
+    spinning = rank(0, LINE)
+    assert spinning.main is not None
     backward = (f"{TORCH}/autograd/graph.py:829 in _engine_run_backward", "/job/train.py:9 in main")
     native = ("pthread_cond_wait", "c10d::Reducer::finalize_backward()")
     kinds = [
@@ -157,6 +161,7 @@ def test_a_native_wait() -> None:
             rank(0, backward),
             rank(0, LINE, native=("c10d::Work::wait",)),
             rank(0, backward, still=False),
+            replace(spinning, main=replace(spinning.main, has_run=True, has_native=True)),
         )
     ]
     assert kinds == [
@@ -164,6 +169,7 @@ def test_a_native_wait() -> None:
         PositionKind.ELSEWHERE,
         PositionKind.UNCLEAR,
         PositionKind.COLLECTIVE,
+        PositionKind.ELSEWHERE,
         PositionKind.ELSEWHERE,
     ]
 

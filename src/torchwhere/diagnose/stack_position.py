@@ -155,7 +155,7 @@ def _kind(main: ThreadStack, op: str | None) -> PositionKind:
     if any(map(_NATIVE_DEVICE.search, main.native)) or _synchronizes(main):
         return PositionKind.DEVICE
     may_wait = not main.has_run or main.is_same
-    if may_wait and not main.native and _may_wait_in_native(main):
+    if may_wait and not main.has_native and _may_wait_in_native(main):
         return PositionKind.UNCLEAR
     return PositionKind.ELSEWHERE
 

@@ -26,6 +26,7 @@ class ThreadStack:
     has_run: bool = True  # since the first look
     run_s: float = 0.0  # CPU time since the first look
     is_same: bool = False  # its stack was the same at all looks
+    has_native: bool = False  # `native` was read, and is empty only if Python itself runs
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> ThreadStack:
@@ -37,6 +38,7 @@ class ThreadStack:
             has_run=value.get("has_run") is not False,
             run_s=_seconds(value.get("run_s")),
             is_same=value.get("is_same") is True,
+            has_native=value.get("has_native") is True,
         )
 
 

@@ -218,7 +218,6 @@ def _added(
         return replace(
             observation, native_problem=str(threads) if isinstance(threads, Refusal) else None
         )
-    # The stack may have changed since the last look: then the native frames are of another place.
-    if without_own_frames(list(main.frames)) != observation.main.stack:
-        return observation
-    return replace(observation, main=replace(observation.main, native=main.native))
+    if without_own_frames(list(main.frames)) != observation.main.stack:  # it moves
+        return replace(observation, main=replace(observation.main, is_same=False, has_run=True))
+    return replace(observation, main=replace(observation.main, native=main.native, has_native=True))
