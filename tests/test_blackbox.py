@@ -211,6 +211,7 @@ def test_places_come_back(box: BoxWriter) -> None:
         "module": "the MODULE",
         "call": 2,
         "line": "the LINE",
+        "framework_line": None,
     }
     assert first == place | {
         "graph": "the GRAPH",
@@ -218,7 +219,7 @@ def test_places_come_back(box: BoxWriter) -> None:
         "certainty": "inferred",
         "param": "the PARAM",
     }
-    nothing = dict.fromkeys(("step", "call", "line", "graph", "thread", "param"))
+    nothing = dict.fromkeys(("step", "call", "line", "framework_line", "graph", "thread", "param"))
     assert (
         second
         == {
@@ -713,6 +714,14 @@ class PageReader:
     def events(self) -> list[dict[str, Any]]:
         return [self.event(record) for record in self.records]
 
+    def lines(self, entry: int) -> tuple[str | None, str | None]:
+        """The user's line, and the framework's line."""
+        text = self.name(entry)
+        if text is None:
+            return None, None
+        line, tab, framework_line = text.partition("\t")
+        return line, framework_line if tab else None
+
     def event(self, record: dict[str, int]) -> dict[str, Any]:
         module = self.name(record["module"])
         lost = (record["module"] and module is None) or record["pass"] not in self.PASSES
@@ -726,7 +735,8 @@ class PageReader:
             "pass": self.PASSES.get(record["pass"], "outside"),
             "module": module,
             "call": None if module is None or record["call"] == 0xFFFFFFFF else record["call"],
-            "line": self.name(record["line"]),
+            "line": self.lines(record["line"])[0],
+            "framework_line": self.lines(record["line"])[1],
             "graph": self.name(record["graph"]),
             "thread": self.threads().get(str(record["thread"])),
             "t_ns": record["t_ns"] + self.meta.get("clock_offset_ns", 0),
@@ -796,7 +806,8 @@ class PageReader:
                         "pass": self.PASSES.get(pass_, "outside"),
                         "call": None if unknown else call,
                         "step": step,
-                        "line": self.name(line),
+                        "line": self.lines(line)[0],
+                        "framework_line": self.lines(line)[1],
                         "thread": self.threads().get(str((thread or slot + 1) - 1)),
                         "phase": self.name(phase),
                         "record": record,
@@ -836,7 +847,8 @@ def as_on_the_page(box: Box) -> list[dict[str, Any]]:
     found = []
     for cursor in box.cursors():
         place = cursor.place.to_dict()
-        kept = {key: place[key] for key in ("module", "pass", "call", "step", "line", "thread")}
+        names = ("module", "pass", "call", "step", "line", "framework_line", "thread")
+        kept = {key: place[key] for key in names}
         found.append(
             kept | {"phase": cursor.phase, "record": cursor.last_record, "t_ns": cursor.t_ns}
         )

@@ -37,7 +37,7 @@ from torchwhere.blackbox.file_format import (
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.blackbox.string_table import json_int, json_object, json_value
 from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind
-from torchwhere.core.place import PASS_LABELS, Certainty, Place
+from torchwhere.core.place import PASS_LABELS, Certainty, Place, line_fields
 from torchwhere.core.results import Shown
 
 _KINDS = {int(k): k for k in Kind}
@@ -245,7 +245,7 @@ class Box(Shown):
             pass_=PASS_LABELS.get(pass_, "outside"),
             module=module,
             call=None if module is None or call == NO_CALL else call,
-            line=self.name(int(row["line"])),
+            **line_fields(self.name(int(row["line"]))),
             graph=self.name(int(row["graph"])),
             thread=self.thread(int(row["thread"])),
             certainty=self._certainty(row, module),
@@ -345,7 +345,7 @@ class Box(Shown):
         place = Place(
             rank=self.rank,
             step=words[file_format.CURSOR_STEP],
-            line=self.name(words[file_format.CURSOR_LINE]),
+            **line_fields(self.name(words[file_format.CURSOR_LINE])),
             thread=self.thread((words[file_format.CURSOR_THREAD] or slot + 1) - 1),
             **cursor_place(words[file_format.CURSOR_PLACE], name=self.name),
         )

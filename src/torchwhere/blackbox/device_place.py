@@ -43,7 +43,7 @@ from torchwhere.blackbox.live_names import UNKNOWN_OP
 from torchwhere.blackbox.string_table import group_of, text_of
 from torchwhere.core.device_place import CallState, DeviceCall, DevicePlace
 from torchwhere.core.events import Kind
-from torchwhere.core.place import Place
+from torchwhere.core.place import Place, line_fields
 
 NO_SECTIONS = "the box has no data on a device"
 NO_MARKS = "nothing was marked on a device yet"
@@ -153,7 +153,7 @@ def _place(
     return Place(
         rank=rank,
         step=None if step == NO_STEP else step,
-        line=source.name(record.line) if record is not None else None,
+        **line_fields(source.name(record.line) if record is not None else None),
         **cursor_place(packed_place, name=source.name),
     )
 

@@ -44,7 +44,7 @@ from torchwhere.blackbox.string_table import StreamName, half_written, json_int,
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import TEXT_FIELD, Kind
-from torchwhere.core.place import Place, unknown_place
+from torchwhere.core.place import Place, line_fields, unknown_place
 
 _COUNTERS_AT_ONCE = 16  # counter slots in a read; more if all of them are used
 _CURSOR_WORDS, _COUNTER_WORDS = CURSOR_BYTES // 8, COUNTER_BYTES // 8
@@ -321,7 +321,7 @@ class LiveBox:
         return Place(
             rank=self.rank,
             step=None if self.step == NO_STEP else self.step,
-            line=names.name(live_line(cursor, self._last_record())),
+            **line_fields(names.name(live_line(cursor, self._last_record()))),
             **cursor_place(cursor[CURSOR_PLACE], name=names.name),
         )
 

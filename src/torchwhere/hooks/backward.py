@@ -144,7 +144,7 @@ class BackwardHook:
         handles = self._announce(outputs, track) if create_graph else []
         frame = python_stack.caller(1)
         looked = python_stack.read(frame)
-        line = self._locator.line_id(looked.file, looked.line)
+        line = self._locator.line_id(looked)
         if below != BACKWARD_PLACE:
             # cleared first: another thread may find something new meanwhile
             self._passes.is_paused = False

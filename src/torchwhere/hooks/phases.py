@@ -257,7 +257,7 @@ class PhaseRecorder:
                 if looked.graph and self._box is not None
                 else 0
             )
-            line_and_graph = locator.line_id(looked.file, looked.line), graph
+            line_and_graph = locator.line_id(looked), graph
             if code is not None and code.co_filename == looked.file and looked.graph != "?":
                 if len(self._lines) >= _MOST_LINES:
                     self._lines.clear()

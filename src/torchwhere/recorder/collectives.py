@@ -120,7 +120,7 @@ class CollectiveRecorder:
         graph = stack.graph
         if graph is None and place_ids.pass_ == Pass.BACKWARD and not place_ids.param:
             graph = compiled_graphs.backward_graph(self._node())
-        line = locator.line_id(stack.file, stack.line) or self._line_of_backward(track, place_ids)
+        line = locator.line_id(stack) or self._line_of_backward(track, place_ids)
         graph_id = 0
         if graph is not None or self._graphs.compiling:
             graph_id = self._graphs.id_of(graph)

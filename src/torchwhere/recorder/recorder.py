@@ -144,7 +144,7 @@ class Recorder:
         """Return the ids of the user's line and of the compiled graph that runs there."""
         stack, graphs = python_stack.read(frame), self._graphs
         graph = graphs.id_of(stack.graph) if stack.graph is not None or graphs.compiling else 0
-        return self.locator.line_id(stack.file, stack.line), graph
+        return self.locator.line_id(stack), graph
 
     def _write(
         self,

@@ -77,7 +77,7 @@ def _event_row(event: Event, started_ns: int, device_times: Iterable[str]) -> li
         "" if place.step is None else str(place.step),
         *([(_seconds(t_ns, started_ns), "dim")] for t_ns in times),
         [(place.pass_, _PASS_STYLE.get(place.pass_, ""))],
-        [(plain(place.line or ""), "dim")],
+        [(plain(place.full_line), "dim")],
         plain(module_cell(event)),
         plain(event_text(event)),
     ]

@@ -242,7 +242,7 @@ class RankWriter:
         place, fields = event.place.to_dict(), event.fields
         args = {
             key: place[key]
-            for key in ("pass", "module", "line", "graph", "param")
+            for key in ("pass", "module", "line", "framework_line", "graph", "param")
             if place[key] is not None
         }
         if place["certainty"] != "exact":

@@ -72,6 +72,8 @@ def _call_text(call: dict[str, Any]) -> str:
         parts.append(f"step {call['step']}")
     parts.append(f"{call['pass']} of {call['module']}" if call.get("module") else call.get("pass"))
     parts.append(call.get("line"))
+    if call.get("framework_line"):
+        parts.append(f"in {call['framework_line']}")
     return ", ".join(part for part in parts if part)
 
 

@@ -340,14 +340,15 @@ def _event(value: Any, ahead_ns: int) -> Event:
 
 def _place(value: Any) -> Place:
     data = dict_(value)
-    names = ("module", "line", "graph", "thread", "param")
+    names = ("module", "line", "framework_line", "graph", "thread", "param")
     return Place(
         rank=int_(data["rank"], low=-1, high=MAX_RANKS),
         step=or_none(int_, data["step"]),
         pass_=text_(data["pass"]),
         call=or_none(int_, data["call"]),
         certainty=Certainty(data["certainty"]),
-        **{name: text_or_none(data[name]) for name in names},
+        # a snapshot from before `framework_line` lacks it
+        **{name: text_or_none(data.get(name)) for name in names},
     )
 
 

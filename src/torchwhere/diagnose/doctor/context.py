@@ -12,7 +12,7 @@ import numpy as np
 
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.device_place import DevicePlace
-from torchwhere.core.place import Place
+from torchwhere.core.place import Place, line_fields
 from torchwhere.core.stall import ENDED_S
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.job_calls import JobCalls
@@ -21,7 +21,7 @@ from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.exit_records import ExitReason, ended_well
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.finding import CallRef
-from torchwhere.diagnose.doctor.stacks import Hold, holding, is_in_collective, user_line
+from torchwhere.diagnose.doctor.stacks import Hold, holding, is_in_collective, stack_lines
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait, waiting_for
 from torchwhere.gpus.samples import HostGpus
@@ -249,21 +249,27 @@ class Context:
         has_raised = self.exits.has_failed(rank) or self.exits.was_ended_externally(rank)
         error = rank_calls.exception if has_raised else None
         place = error.place if error is not None else rank_calls.place
-        folder = f"{rank_calls.box_summary.meta.get('folder')}/"
-        # the stack of a failed rank is that of its exit
-        raised_at = place.line if error is not None else None
-        stack_line = (user_line(self.status(rank).stack) or "").removeprefix(folder)
-        line = raised_at or stack_line or place.line or rank_calls.rank_summary.last_line
         return Place(
             rank=rank,
             step=place.step,
             pass_=place.pass_,
             module=place.module,
             call=place.call,
-            line=line,
+            **self._lines(rank, place, has_raised=error is not None),
             certainty=place.certainty,
             param=place.param,
         )
+
+    def _lines(self, rank: int, place: Place, *, has_raised: bool) -> dict[str, Any]:
+        """The lines of a rank: of its stack, of its place, or else the last ones that it
+        recorded."""
+        rank_calls = self.job_calls.by_rank[rank]
+        folder = rank_calls.box_summary.meta.get("folder")
+        lines = stack_lines(self.status(rank).stack, folder=folder)
+        # the stack of a failed rank is that of its exit
+        if lines["line"] is None or (has_raised and place.line):
+            lines = {"line": place.line, "framework_line": place.framework_line}
+        return lines if lines["line"] else line_fields(rank_calls.rank_summary.last_line)
 
     def was_missing(self, rank: int, *, since_ns: int) -> bool:
         """Whether others had waited for a rank since `since_ns`, longer than a stall, when it was

@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import re
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchwhere.core.events import Event
+from torchwhere.core.framework_path import framework_path
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.processes.status import ProcessStatus
 
@@ -120,6 +121,20 @@ def frames(stack: tuple[str, ...]) -> list[StackFrame]:
 def user_line(stack: tuple[str, ...]) -> str | None:
     """The innermost line of a stack that is the user's own code."""
     return next((frame.where for frame in frames(stack) if frame.is_users), None)
+
+
+def stack_lines(stack: tuple[str, ...], *, folder: object) -> dict[str, Any]:
+    """The fields `line` and `framework_line` of a `Place`, from a stack. Both are None without a
+    line of the user. The line is relative to `folder`, the working folder of the rank."""
+    line = user_line(stack)
+    if line is None:
+        return {"line": None, "framework_line": None}
+    inside = ((framework_path(frame.where), frame.function) for frame in _inside(stack))
+    framework_lines = (f"{where} {function}" for where, function in inside if where is not None)
+    return {
+        "line": line.removeprefix(f"{folder}/"),
+        "framework_line": next(framework_lines, None),
+    }
 
 
 def is_in_collective(call: Event | None, status: ProcessStatus) -> bool | None:

@@ -394,5 +394,5 @@ def _moment(event: Event) -> Moment:
         action=str(fields.get("op") or fields.get("phase") or event.kind),
         pass_=place.pass_ if place.module is not None else None,
         module=place.module,
-        line=place.line,
+        line=place.full_line or None,
     )

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from torchwhere.core.device_place import DevicePlace
-from torchwhere.core.place import Certainty, Place
+from torchwhere.core.place import RANK_FIELDS, Certainty, Place
 from torchwhere.core.results import Shown, Tabular
 
 
@@ -76,9 +76,7 @@ class RankReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         place = self.place.to_dict()
-        fields = {"state": str(self.state)} | {
-            name: place[name] for name in ("step", "pass", "module", "call", "line")
-        }
+        fields = {"state": str(self.state)} | {name: place[name] for name in RANK_FIELDS}
         return fields | {
             "last": self.last,
             "detail": self.detail,
@@ -103,11 +101,11 @@ class Verdict(Shown, Tabular):
         explanation: Sentences: the fault, the cause, what to look at.
         facts: Data of this kind of verdict: cohorts, the cycle of waits, lateness.
 
-    As JSON, `ranks` is `{rank: {state, step, pass, module, call, line, last, detail, stack,
-    device}}`, complete for up to 256 ranks. Beyond that, the culprits and one rank of each kind are
-    complete, and all others have `{state, step, like}`: `like` is the rank whose report represents
-    theirs, and `alike_in` lists the fields in which they are equal (16,384 ranks: about 1 MB). In
-    Python all reports are always complete.
+    As JSON, `ranks` is `{rank: {state, step, pass, module, call, line, framework_line, last,
+    detail, stack, device}}`, complete for up to 256 ranks. Beyond that, the culprits and one rank
+    of each kind are complete, and all others have `{state, step, like}`: `like` is the rank whose
+    report represents theirs, and `alike_in` lists the fields in which they are equal (16,384 ranks:
+    about 1 MB). In Python all reports are always complete.
 
     Example:
         verdict = torchwhere.doctor("run/")
@@ -230,7 +228,7 @@ _GET: dict[str, Any] = {
     "pass": lambda report, place, last: place.pass_,
     "module": lambda report, place, last: place.module,
     "call": lambda report, place, last: place.call,
-    "line": lambda report, place, last: place.line,
+    "line": lambda report, place, last: place.full_line,
     "detail": lambda report, place, last: report.detail,
     "op": lambda report, place, last: last.get("op"),
     "group": lambda report, place, last: last.get("group"),

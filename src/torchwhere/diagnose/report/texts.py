@@ -31,7 +31,7 @@ def place_text(place: Place) -> str:
         text = f"{place.pass_} of {name}"
     else:
         text = "outside any module" if place.pass_ == "outside" else place.pass_
-    return cut(f"{text}, {place.line}" if place.line else text)
+    return cut(f"{text}, {place.full_line}" if place.line else text)
 
 
 def call_text(op: object, title: str, nbytes: object) -> str:

@@ -132,10 +132,11 @@ def _branch_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[str
     call = issued_call(context.job_calls, wait)
     if before is not None and call is not None and call.place.line:
         is_are = "is" if len(ranks) == 1 else "are"
-        after = f"{before.place.line or 'its last collective'}{step_text(before)}"
+        after = f"{before.place.full_line or 'its last collective'}{step_text(before)}"
         lines.append(
             f"Likely cause: {ranks_phrase(ranks)} took a different code path, or {is_are} blocked,"
-            f" after {after}. Look at: conditions on rank, step or data before {call.place.line}."
+            f" after {after}. Look at: conditions on rank, step or data before"
+            f" {call.place.full_line}."
         )
     return lines
 

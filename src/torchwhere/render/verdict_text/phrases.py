@@ -30,7 +30,7 @@ def place_text(place: Place) -> str:
     elif place.certainty is not Certainty.UNKNOWN:
         parts.append("outside any module")
     if place.line:
-        parts.append(place.line)
+        parts.append(place.full_line)
     if place.step is not None:
         parts.append(f"step {place.step}")
     return ", ".join(parts) or "an unknown place"
