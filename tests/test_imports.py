@@ -46,10 +46,11 @@ PACKAGES = (
     "recorder",
     "api",
     "drop_in",
+    "integrations",
     "commands",
 )
 # These packages run in the training process and may import torch; all others read runs without it.
-KNOWS_TORCH = {"native", "model", "hooks", "recorder", "api", "drop_in"}
+KNOWS_TORCH = {"native", "model", "hooks", "recorder", "api", "drop_in", "integrations"}
 # Files of those packages that read recorded runs, so they must work without torch too.
 READS_RUNS = {"api/export.py", "api/parquet.py", "api/phases.py", "api/run.py"}
 # Monitors of several hosts talk through a c10d store: this file imports torch when they do.
