@@ -257,42 +257,23 @@ def test_accelerator_is_restored(tmp_path: Path) -> None:
 # -- Ray Train -------------------------------------------------------------------------------------
 
 
-def _ray_loop(config: dict[str, Any]) -> None:
-    import ray.train
-    from ray.train.torch import prepare_model
-
-    model = prepare_model(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(config["steps"]):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    ray.train.report({"loss": 0.0})
-
-
-def test_ray_train(tmp_path: Path) -> None:
-    """A job of Ray Train with two workers leaves a box for each, with its steps and its report."""
+def test_ray_recipe(tmp_path: Path) -> None:
+    """The job of the recipe, with two workers of Ray Train, leaves a box for each worker, with its
+    steps and its report."""
     ray = pytest.importorskip("ray", reason="needs Ray: pip install 'ray[train]'")
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
-
-    from torchwhere.integrations.ray import watch_train_loop
-
     path = ":".join(entry for entry in sys.path if entry)
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     try:
-        TorchTrainer(
-            watch_train_loop(_ray_loop, out=tmp_path / "run"),
-            train_loop_config={"steps": 3},
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(name="tiny", storage_path=str(tmp_path / "storage")),
-        ).fit()
+        (tmp_path / "train.py").write_text(program("ray-train.md"))
+        with in_folder(tmp_path):
+            runpy.run_path("train.py", run_name="__main__")
     finally:
         ray.shutdown()
     for rank in (0, 1):
         assert steps(tmp_path / "run", rank=rank) == [0, 1, 2, 3]
         assert phases(tmp_path / "run", rank=rank) == [("report", 3)]
         (begin,) = notes(tmp_path / "run", "training begins", rank=rank)
-        assert (begin["experiment"], begin["num_workers"]) == ("tiny", 2)
+        assert (begin["num_workers"], begin["node_rank"]) == (2, 0)
 
 
 # -- a barrier on one rank -------------------------------------------------------------------------
