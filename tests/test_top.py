@@ -604,6 +604,7 @@ def test_plain_snapshot(tmp_path: Path) -> None:
         "module": "layers.0.mlp.up",
         "call": 0,
         "line": "train.py:50",
+        "framework_line": None,
         "phase": None,
         "last": {"op": "all_reduce", "group": "tp", "number": 94},
         "age_s": 0,
