@@ -60,12 +60,13 @@ _MAX_RANKS_SHOWN = 64  # in every event of a group; `Box.groups` has the ranks o
 class Counts:
     """Counts of all record slots and table bytes of a file."""
 
-    good: int = 0
+    good: int = 0  # events
     torn: int = 0  # not finished, or damaged
     unknown: int = 0  # of kinds that this version does not know
     overwritten: int = 0  # older than the ring
     torn_entries: int = 0
     lost_texts: int = 0  # overwritten or damaged when they were read
+    aside: int = 0  # good records that are not events
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class Box(Shown):
     path: Path
     meta: dict[str, Any] = field(default_factory=dict)
     records: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, RECORD_DTYPE))
+    side_records: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, RECORD_DTYPE))
     names: dict[int, tuple[int, str]] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     problems: list[str] = field(default_factory=list)

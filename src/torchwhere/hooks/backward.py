@@ -171,7 +171,8 @@ class BackwardHook:
         words, cursor = self._box.words, track.cursor
         words[cursor] = packed
         words[cursor + CURSOR_LINE] = line
-        words[cursor + CURSOR_TIME] = time.monotonic_ns()
+        words[cursor + CURSOR_TIME] = now = time.monotonic_ns()
+        self._box.clock.move_clock(cursor, packed, now)
 
     def _announce(self, outputs: Any, track: Track) -> list[Any]:
         """Make every node of this graph log its module when it runs, for the nodes that it

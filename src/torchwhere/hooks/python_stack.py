@@ -66,6 +66,11 @@ def is_users(filename: str) -> bool:
     return (_kinds.get(filename) or _kind(filename)) == _USER
 
 
+def is_torchs(filename: str) -> bool:
+    """Whether a file is part of torch or torchwhere, or was made by torch."""
+    return (_kinds.get(filename) or _kind(filename)) == _TORCH
+
+
 # Finds the module whose parameters a collective moves in the variables of a frame of torch.
 _Finder = Callable[[dict[str, Any]], nn.Module | None]
 

@@ -253,6 +253,8 @@ inline void add_step(FastPath* self, uint64_t now) {
 inline void go_to_step(
     FastPath* self, ThreadTrack* track, uint64_t step, uint32_t line, uint64_t now) {
   record_memory(self->box, track->number, track->top, now);
+  put_step_times(
+      self->box, track->cursor, track->top >> PASS_SHIFT & PASS_MASK, track->number, now);
   put(self, track, record_at(self, track, self->step_end_kind, now, line));
   self->box->step = step;
   self->box->words[track->cursor + CURSOR_STEP] = step;

@@ -23,12 +23,14 @@ from torchwhere.blackbox.file_format import (
     CURSOR_LINE,
     CURSOR_RECORD,
     CURSOR_TIME,
+    FLAG_ASIDE,
     FLAG_INFERRED,
     FLAG_REPLAYED,
     FLAG_UNKNOWN,
     NO_CALL,
     EntryType,
 )
+from torchwhere.blackbox.step_clock import StepPart
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
@@ -48,6 +50,8 @@ Tap = Callable[[int, CollectiveCall], None]  # called with the number of the rec
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _REMEMBERED = 3  # collectives, for the note on an exception
+_ASIDE = (StepPart.DATA, StepPart.CHECKPOINT, StepPart.EVALUATION)
+_PART_FLAGS = tuple(FLAG_ASIDE if part in _ASIDE else 0 for part in StepPart)
 
 
 class CollectiveRecorder:
@@ -67,6 +71,7 @@ class CollectiveRecorder:
         self._device = device
         self._cuda_graphs = cuda_graphs
         self._counter = box.counter
+        self._clock = box.clock
         self._native = box.native
         # number of the record, op, index, group
         self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_REMEMBERED)
@@ -162,7 +167,7 @@ class CollectiveRecorder:
             _COLLECTIVE,
             t_ns,
             place_ids.pass_,
-            place_ids.flags | call.flags,
+            place_ids.flags | call.flags | _PART_FLAGS[self._clock.part],
             track.number,
             self._counter.step,
             place_ids.module,
