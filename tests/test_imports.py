@@ -28,6 +28,7 @@ PACKAGES = (
     "diagnose.dump_hang",
     "diagnose.groups",
     "diagnose.device_time",
+    "diagnose.step_parts",
     "diagnose.phases",
     "diagnose.comms",
     "diagnose.diff",
