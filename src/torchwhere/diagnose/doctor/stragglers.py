@@ -36,6 +36,7 @@ from torchwhere.diagnose.doctor.lateness import (
     cpu_contention,
     lost,
 )
+from torchwhere.diagnose.doctor.stack_samples import SampledPlace
 
 _ROUNDS = 50  # examined at the end of the run; then twice as many, and so on
 _COST = 0.15  # share of the job's time; less is not reported
@@ -86,6 +87,7 @@ class Straggler:
     group: str | None = None  # whose collectives are counted if no steps are
     since_number: int | None = None  # the first of them
     on_device: bool = False  # the device comes late to the collectives, not the CPU
+    sampled: SampledPlace | None = None  # where its stack was while it was late
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ranks": list(self.ranks)}
