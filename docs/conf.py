@@ -42,6 +42,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
+autodoc_mock_imports = ["accelerate", "lightning", "ray", "transformers"]  # not needed for this
 maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # one list of attributes, not a heading for each

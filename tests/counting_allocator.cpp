@@ -9,7 +9,7 @@ namespace {
 struct CountingAllocator : c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats stats;
   bool is_initialized = false, fails = false;
-  int resets = 0;
+  int resets = 0, looks = 0;
 
   c10::DataPtr allocate(size_t) override { return {}; }
   void copy_data(void*, const void*, std::size_t) const override {}
@@ -17,6 +17,7 @@ struct CountingAllocator : c10::DeviceAllocator {
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    ++looks;
     if (fails) throw std::runtime_error("no statistics");
     return stats;
   }
@@ -32,6 +33,7 @@ void begin() { c10::SetAllocator(c10::DeviceType::PrivateUse1, &allocator); }
 void initialize() { allocator.is_initialized = true; }
 void fail() { allocator.fails = true; }
 int resets() { return allocator.resets; }
+int looks() { return allocator.looks; }
 void set(int64_t allocated, int64_t reserved, int64_t peak) {
   allocator.stats.allocated_bytes[0].current = allocated;
   allocator.stats.allocated_bytes[0].peak = peak;

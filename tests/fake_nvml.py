@@ -44,6 +44,7 @@ class FakeNvml(ModuleType):
         self.pending_xids: list[tuple[int, int]] = []  # index of the GPU, number
         self.may_register = True
         self.closed = 0
+        self.pids: list[int] = []  # use the first GPU
 
     def nvmlInit(self) -> None:
         if self.init_error is not None:
@@ -95,6 +96,10 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         self._only_on_first(handle)
         return SimpleNamespace(gpu=97, memory=40)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        self._only_on_first(handle)
+        return [SimpleNamespace(pid=pid) for pid in self.pids]
 
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
         self._only_on_first(handle)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim_optimizer
+from torch.utils.data import dataloader
 
 _SET_BY_OTHERS = (
     "PYTEST_",
@@ -46,6 +47,12 @@ def snapshot() -> dict[str, Any]:
             dist.init_process_group,
             c10d.init_process_group,
             c10d._new_group_with_tag,
+        ),
+        "patches of data and checkpoints": (
+            dataloader._BaseDataLoaderIter.__next__,
+            dataloader.DataLoader.__iter__,
+            torch.save,
+            torch.serialization.save,
         ),
         "patches of CUDA graphs": [
             vars(torch.cuda.CUDAGraph)[name]

@@ -30,7 +30,7 @@ from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.phase_sums import phase_sums
 from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.core.events import Kind
+from torchwhere.core.events import Kind, SideKind
 
 FORMAT_PAGE = Path(__file__).parent.parent / "docs" / "format.md"
 
@@ -211,6 +211,7 @@ def test_places_come_back(box: BoxWriter) -> None:
         "module": "the MODULE",
         "call": 2,
         "line": "the LINE",
+        "framework_line": None,
     }
     assert first == place | {
         "graph": "the GRAPH",
@@ -218,7 +219,7 @@ def test_places_come_back(box: BoxWriter) -> None:
         "certainty": "inferred",
         "param": "the PARAM",
     }
-    nothing = dict.fromkeys(("step", "call", "line", "graph", "thread", "param"))
+    nothing = dict.fromkeys(("step", "call", "line", "framework_line", "graph", "thread", "param"))
     assert (
         second
         == {
@@ -606,6 +607,7 @@ class PageReader:
         "start end step_begin step_end optimizer module_enter module_exit collective note"
         " phase_begin phase_end exception"
     )
+    NO_EVENTS = (25, 26)
     PASSES = {  # noqa: RUF012
         0: "outside",
         1: "forward",
@@ -683,7 +685,7 @@ class PageReader:
             if record["kind"] in self.kinds:
                 self.records.append(record)
             else:
-                self.unknown += 1
+                self.unknown += record["kind"] not in self.NO_EVENTS
         written = max(numbers) + 1 if numbers else 0
         self.torn += sum(slot < min(written, self.capacity) for slot in zeros)
         self.overwritten = max(0, written - self.capacity)
@@ -713,6 +715,14 @@ class PageReader:
     def events(self) -> list[dict[str, Any]]:
         return [self.event(record) for record in self.records]
 
+    def lines(self, entry: int) -> tuple[str | None, str | None]:
+        """The user's line, and the framework's line."""
+        text = self.name(entry)
+        if text is None:
+            return None, None
+        line, tab, framework_line = text.partition("\t")
+        return line, framework_line if tab else None
+
     def event(self, record: dict[str, int]) -> dict[str, Any]:
         module = self.name(record["module"])
         lost = (record["module"] and module is None) or record["pass"] not in self.PASSES
@@ -726,7 +736,8 @@ class PageReader:
             "pass": self.PASSES.get(record["pass"], "outside"),
             "module": module,
             "call": None if module is None or record["call"] == 0xFFFFFFFF else record["call"],
-            "line": self.name(record["line"]),
+            "line": self.lines(record["line"])[0],
+            "framework_line": self.lines(record["line"])[1],
             "graph": self.name(record["graph"]),
             "thread": self.threads().get(str(record["thread"])),
             "t_ns": record["t_ns"] + self.meta.get("clock_offset_ns", 0),
@@ -796,7 +807,8 @@ class PageReader:
                         "pass": self.PASSES.get(pass_, "outside"),
                         "call": None if unknown else call,
                         "step": step,
-                        "line": self.name(line),
+                        "line": self.lines(line)[0],
+                        "framework_line": self.lines(line)[1],
                         "thread": self.threads().get(str((thread or slot + 1) - 1)),
                         "phase": self.name(phase),
                         "record": record,
@@ -836,7 +848,8 @@ def as_on_the_page(box: Box) -> list[dict[str, Any]]:
     found = []
     for cursor in box.cursors():
         place = cursor.place.to_dict()
-        kept = {key: place[key] for key in ("module", "pass", "call", "step", "line", "thread")}
+        names = ("module", "pass", "call", "step", "line", "framework_line", "thread")
+        kept = {key: place[key] for key in names}
         found.append(
             kept | {"phase": cursor.phase, "record": cursor.last_record, "t_ns": cursor.t_ns}
         )
@@ -920,7 +933,7 @@ def test_format_page_is_enough_to_read_a_damaged_box(real_box: Path) -> None:
 def test_format_page_lists_all_numbers() -> None:
     """Every kind of record and every sort of table entry is on the page, with its number."""
     page = FORMAT_PAGE.read_text()
-    for kind in Kind:
+    for kind in (*Kind, *SideKind):
         assert f"| {int(kind)} | {kind.label} |" in page
     for sort in EntryType:
         assert f"| {int(sort)} | {sort.name} |" in page

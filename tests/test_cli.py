@@ -35,6 +35,7 @@ import torchwhere
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import COMMANDS, main
+from torchwhere.commands.arguments import chosen_stall_s
 from torchwhere.core.events import KIND_LABELS
 from torchwhere.diagnose.comms.tree import comms
 from torchwhere.render.text import comms_lines
@@ -174,7 +175,7 @@ def test_groups(demo: Path) -> None:
     """`groups` lists the process groups and their members."""
     assert (
         out("groups", demo)
-        == "group  description  mesh dimension  backend  ranks\n0      default_pg   -              "
+        == "group  description  mesh dimension  backend  ranks\n0      default      -              "
         " gloo     0-1\n"
     )
     (group,) = objects("groups", demo)
@@ -480,22 +481,30 @@ def test_every_command_has_json(capsys: pytest.CaptureFixture[str]) -> None:
         "run",
         "monitor",
         "native",
+        "attach",  # needs a process
     }
     assert all("--json" in help_of(name) for name in names)
 
 
 def test_one_default_for_stall() -> None:
-    """Every command with `--stall`, and `torchwhere.doctor`, calls a wait a hang after 30 s."""
+    """Every command with `--stall`, and `torchwhere.doctor`, calls a wait a hang after 30 s; with
+    `--end-with` after 120 s, unless `--stall` is given."""
     commands = argparse.ArgumentParser().add_subparsers()
     for command in COMMANDS:
         command.add(commands)
     defaults = {name: sub.get_default("stall") for name, sub in commands.choices.items()}
     assert {name: value for name, value in defaults.items() if value is not None} == {
-        "run": 30.0,
+        "attach": 30.0,
         "doctor": 30.0,
-        "monitor": 30.0,
         "top": 30.0,
     }
+    for name in ("run", "monitor"):
+        for options, expected in (
+            ([], 30.0),
+            (["--end-with", "SIGTERM"], 120.0),
+            (["--end-with", "SIGTERM", "--stall", "30"], 30.0),
+        ):
+            assert chosen_stall_s(commands.choices[name].parse_args([*options, "."])) == expected
     assert inspect.signature(torchwhere.doctor).parameters["stall_s"].default == 30.0
 
 
@@ -660,10 +669,10 @@ def test_folder_of_another_version(copy: Path) -> None:
         f" {file_format.VERSION}. Update torchwhere."
     )
     done = call("groups", copy)
-    assert (done.returncode, "default_pg" in done.stdout) == (0, True)
+    assert (done.returncode, "default" in done.stdout) == (0, True)
     assert (
         done.stderr
-        == f"torchwhere: 1 of 2 ranks: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
+        == f"torchwhere: 1 of 2 ranks is watched: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
     )
     for rank in (0, 1):
         with_version(copy / f"rank{rank}.box", 1)
@@ -703,8 +712,11 @@ def test_missing_rank(copy: Path) -> None:
     """A run with missing ranks is shown as far as it exists, and the missing ranks are listed."""
     (copy / "rank1.box").unlink()
     done = call("comms", copy)
-    assert (done.returncode, done.stderr) == (0, "torchwhere: 1 of 2 ranks: no box of rank 1\n")
-    assert done.stdout.startswith("1 rank, steps 0-5, all on default_pg")
+    assert (done.returncode, done.stderr) == (
+        0,
+        "torchwhere: 1 of 2 ranks is watched: no box of rank 1\n",
+    )
+    assert done.stdout.startswith("1 rank, steps 0-5, all on default")
 
 
 def test_rank_that_does_not_exist(demo: Path) -> None:
@@ -771,7 +783,8 @@ def torchless(
         for name in names:
             if (home / name).exists():
                 (folder / name).symlink_to(home / name)
-    (folder / "torchwhere").symlink_to(ROOT / "src" / "torchwhere")
+    for name in ("torchwhere", "torchwhere_startup.py"):
+        (folder / name).symlink_to(ROOT / "src" / name)
 
     def python(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-S", "-P", *map(str, arguments)]

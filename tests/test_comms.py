@@ -144,7 +144,7 @@ def test_counts_bytes_ranks_and_steps(tmp_path: Path) -> None:
     write(tmp_path, calls[:2], rank=1)
     found = comms(read_run(tmp_path))
     ((key, counter),) = found.root.children["head"].own.items()
-    assert key == ("forward", REDUCE, "default_pg", None)
+    assert key == ("forward", REDUCE, "default", None)
     assert (counter.count, counter.bytes, counter.ranks, counter.steps, counter.sizes) == (
         8,
         1600,
@@ -155,7 +155,7 @@ def test_counts_bytes_ranks_and_steps(tmp_path: Path) -> None:
     assert (found.ranks, found.steps, found.groups, found.overwritten) == (
         {0, 1},
         (3, 4),
-        {"default_pg": 2},
+        {"default": 2},
         {},
     )
 
@@ -219,7 +219,7 @@ def test_json_is_complete(tmp_path: Path) -> None:
         )
     )
     layer = found["root"]["children"][0]["children"][0]
-    entry = {"pass": "backward", "op": REDUCE, "group": "default_pg", "for": params}
+    entry = {"pass": "backward", "op": REDUCE, "group": "default", "for": params}
     assert layer == {
         "module": "a.0",
         "count": 1,
@@ -232,7 +232,7 @@ def test_json_is_complete(tmp_path: Path) -> None:
     assert {key: found[key] for key in ("ranks", "steps", "groups", "overwritten")} == {
         "ranks": [0],
         "steps": [0, 0],
-        "groups": {"default_pg": 2},
+        "groups": {"default": 2},
         "overwritten": {},
     }
 
@@ -291,7 +291,7 @@ def test_views_of_a_run(tmp_path: Path) -> None:
         "backward": {SCATTER: 1},
         "outside": {"barrier": 1},
     }
-    assert found.by_group == {"default_pg": {GATHER: 2, "barrier": 1}, "tp": {SCATTER: 1}}
+    assert found.by_group == {"default": {GATHER: 2, "barrier": 1}, "tp": {SCATTER: 1}}
     assert found.by_line == {
         "x.py:1": {GATHER: 1},
         "x.py:2": {SCATTER: 1},
@@ -302,7 +302,7 @@ def test_views_of_a_run(tmp_path: Path) -> None:
     assert found.only(module="").counts == {GATHER: 2, SCATTER: 1}
     assert found.only(for_="b").counts == {GATHER: 1}
     assert found.only(for_="a").counts == {SCATTER: 1}
-    assert found.only(pass_="outside", group="default_pg").counts == {"barrier": 1}
+    assert found.only(pass_="outside", group="default").counts == {"barrier": 1}
 
 
 # -- folding ---------------------------------------------------------------------------------------

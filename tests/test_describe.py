@@ -117,8 +117,7 @@ def test_groups_and_meshes(one_rank: None) -> None:
     """A group has its backend and ranks, a mesh its dimensions and this rank's position; a wrapper
     its content."""
     assert (
-        describe(dist.group.WORLD)
-        == "process group default_pg (0): gloo, rank 0; this is its rank 0"
+        describe(dist.group.WORLD) == "process group default (0): gloo, rank 0; this is its rank 0"
     )
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     assert describe(mesh) == "device mesh dp=1 x tp=1 on cpu, rank 0; this rank is at dp=0, tp=0"

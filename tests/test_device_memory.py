@@ -12,6 +12,7 @@ import torchwhere
 from models import Model, batch
 from torchwhere.blackbox.file_format import (
     FLAG_AT_LEAST,
+    FLAG_INFERRED,
     FLAG_UNKNOWN,
     MEMORY_RESERVED_SHIFT,
     EntryType,
@@ -250,7 +251,9 @@ def test_few_samples_show_no_growth() -> None:
 # -- the verdict -----------------------------------------------------------------------------------
 
 
-def verdict_on(folder: Path, held_mib: int, *, has_samples: bool = True) -> Verdict:
+def verdict_on(
+    folder: Path, held_mib: int, *, has_samples: bool = True, flags: int = FLAG_AT_LEAST
+) -> Verdict:
     """The verdict on a rank that holds so much more in each step, and fails in step 20."""
     writer = MemoryBox(folder, 0)
     for step in range(20):
@@ -262,7 +265,7 @@ def verdict_on(folder: Path, held_mib: int, *, has_samples: bool = True) -> Verd
     writer.record(Kind.STEP_BEGIN, step=20)
     if has_samples:
         base = (500 + held_mib * 20) * MIB
-        writer.memory(20, base, base + 300 * MIB, module="wide", flags=FLAG_AT_LEAST)
+        writer.memory(20, base, base + 300 * MIB, module="wide", flags=flags)
     writer.fail(FULL, step=20, module="wide")
     return diagnose_folder(folder)
 
@@ -304,6 +307,15 @@ def test_a_step_that_needs_more(tmp_path: Path) -> None:
     verdict = verdict_on(tmp_path, 0)
     assert verdict.facts["out_of_memory"][0]["growth"] is None
     assert "it did not grow from step to step" in memory_lines(verdict)[2]
+
+
+def test_a_peak_whose_module_is_inferred(tmp_path: Path) -> None:
+    """If the CPU left several modules between two samples, the peak may have been in any of
+    them."""
+    verdict = verdict_on(tmp_path, 0, flags=FLAG_INFERRED)
+    assert memory_lines(verdict)[-1] == (
+        "  rank 0, memory: the peak was 800 MiB, in forward of wide, step 20, or shortly before"
+    )
 
 
 def test_a_box_without_samples(tmp_path: Path) -> None:

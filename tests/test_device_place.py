@@ -363,6 +363,7 @@ def test_verdict(runs: Path) -> None:
         "module": None,
         "call": None,
         "line": "nccl_jobs.py:36",
+        "framework_line": None,
         "collective": {"op": "all_reduce", "group": "default", "number": 21, "state": "done"},
         "next": {
             "step": 6,
@@ -370,6 +371,7 @@ def test_verdict(runs: Path) -> None:
             "module": "layers.2.0",
             "call": None,
             "line": "nccl_jobs.py:35",
+            "framework_line": None,
             "collective": {"op": "all_reduce", "group": "default", "number": 22, "state": "issued"},
         },
         "steps_behind": 1,

@@ -428,8 +428,7 @@ def test_another_branch(tmp_path: Path) -> None:
     ]
     assert first.remarks == ("they differ only in this step, of 5",)
     assert (
-        second.remarks[0]
-        == "in step 3 rank 3 had 4 collective events on default_pg; ranks 0, 2 had 3"
+        second.remarks[0] == "in step 3 rank 3 had 4 collective events on default; ranks 0, 2 had 3"
     )
 
 

@@ -22,7 +22,9 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 QUESTIONS = sorted(path for path in DOCS.glob("*.md") if path.name not in ("README.md", "index.md"))
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
+RECIPES = sorted((DOCS / "recipes").glob("*.md"))
 DROP_INS = ("aot_logging", "comm_mode", "deepspeed_debug", "fsdp_debug", "mod_tracker")
+INTEGRATIONS = ("accelerate", "lightning", "ray", "transformers")
 # the tests of each drop-in run its example, next to the original
 RUN_ELSEWHERE = {"migrating.md"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -52,12 +54,18 @@ def test_every_page_is_listed() -> None:
         line for part in contents for line in part.splitlines() if line and not line.startswith(":")
     ]
     assert sorted(listed) == names
-    assert sorted(in_site) == sorted(names + [f"reference/{path.stem}" for path in REFERENCE])
+    reference = [f"reference/{path.stem}" for path in REFERENCE]
+    assert sorted(in_site) == sorted([*names, "recipes/index", *reference])
+    recipes = text_of(DOCS / "recipes" / "index.md")
+    pages = sorted(path.stem for path in RECIPES if path.stem != "index")
+    assert sorted(re.findall(r"\]\(([\w-]+)\.md\)", recipes)) == pages
+    contents = re.findall(r"```\{toctree\}\n(.*?)```", recipes, re.DOTALL)
+    assert sorted(re.findall(r"^[\w-]+$", contents[0], re.MULTILINE)) == pages
 
 
 def test_every_page_asks_one_thing() -> None:
     """A page has one title, and it is the first line."""
-    for page in [*QUESTIONS, *REFERENCE]:
+    for page in [*QUESTIONS, *REFERENCE, *RECIPES]:
         lines = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL).splitlines()
         assert [at for at, line in enumerate(lines) if line.startswith("# ")] == [0], page.name
 
@@ -66,7 +74,7 @@ def test_links_lead_somewhere() -> None:
     """Every link between the pages leads to a page and a heading that exist; none leads out of the
     site."""
     links = 0
-    for page in [*QUESTIONS, *REFERENCE, DOCS / "index.md", DOCS / "README.md"]:
+    for page in [*QUESTIONS, *REFERENCE, *RECIPES, DOCS / "index.md", DOCS / "README.md"]:
         for target in LINK.findall(text_of(page)):
             if re.match(r"https?:", target):
                 continue
@@ -181,8 +189,14 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert {name for name in listed if "." not in name} == public
     drop_ins = {f"torchwhere.drop_in.{name}" for name in DROP_INS}
     assert {name for name in listed if name.startswith("torchwhere.drop_in.")} == drop_ins
+    in_integrations = {name for name in listed if name.startswith("torchwhere.integrations.")}
+    assert {name.split(".")[2] for name in in_integrations} == set(INTEGRATIONS)
+    for name in in_integrations:  # not imported: each needs its framework
+        *_, module, thing = name.split(".")
+        source = text_of(ROOT / "src" / "torchwhere" / "integrations" / f"{module}.py")
+        assert re.search(rf"^(class|def) {thing}\(", source, re.MULTILINE), name
     for name in listed:
-        if "." in name and name not in drop_ins:
+        if "." in name and name not in drop_ins | in_integrations:
             module, _, thing = name.rpartition(".")
             assert hasattr(importlib.import_module(module), thing), name
 

@@ -32,7 +32,7 @@ from faulty_jobs import (
 )
 from surroundings import NotHereError
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict
 from torchwhere.native.load import SWITCH
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes import py_spy
@@ -189,7 +189,7 @@ def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) ->
         except TorchwhereError:  # no box yet
             continue
         is_early = (
-            verdict.kind == "healthy" or verdict.facts.get("of_steps", STEPS_ENOUGH) < STEPS_ENOUGH
+            verdict.kind in NO_FAULT or verdict.facts.get("of_steps", STEPS_ENOUGH) < STEPS_ENOUGH
         )
         has_trained = all(report.place.step for report in verdict.ranks.values())
         is_over = is_healthy and has_trained and time.monotonic() - begin > 10

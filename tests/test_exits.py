@@ -18,6 +18,7 @@ from torchwhere.diagnose.calls.encode import RankSummary
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.doctor.exit_records import interrupted
 from torchwhere.diagnose.doctor.exits import Exits
+from torchwhere.diagnose.doctor.verdict import NO_FAULT
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict_text.phrases import exit_text
@@ -141,7 +142,7 @@ def test_a_rank_that_is_no_longer_watched(warm: WarmPython, tmp_path: Path) -> N
         with open(reading) as printed:
             assert printed.readline() == "left\n"
         time.sleep(1.5)
-        while (verdict := diagnose_folder(tmp_path / "run", stall_s=1.0)).kind == "healthy":
+        while (verdict := diagnose_folder(tmp_path / "run", stall_s=1.0)).kind in NO_FAULT:
             time.sleep(0.2)
     finally:
         for process in ranks:

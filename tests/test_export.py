@@ -406,7 +406,7 @@ def test_missing_ranks_are_listed(jobs: Path, tmp_path: Path) -> None:
     (run / "odd.box").write_text("nothing")
     code, out, _ = command(run, "-o", tmp_path / "events.parquet")
     assert code == 0
-    assert "2 of 16 ranks: no box of ranks 1, 3-15" in out
+    assert "2 of 16 ranks are watched: no box of ranks 1, 3-15" in out
     assert "odd.box: no readable header: not a black box, or damaged" in out
 
 

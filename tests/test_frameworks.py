@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,53 @@ def test_transformers_trainer(tmp_path: Path) -> None:
         ("transformer.h.1.mlp.c_fc", step) for step in range(STEPS)
     ]
     assert "test_frameworks.py:" in str(seen[0].line)
+
+
+class SlowRows(Rows):
+    """Each row takes 20 ms, so that a batch takes longer than a step of the small model."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def test_parts_of_a_step_of_the_trainer(tmp_path: Path) -> None:
+    """Under a Trainer a slow dataset is data time; saving and evaluating have their own columns; the
+    parts of each step add up to it."""
+    from transformers import Trainer, TrainingArguments
+
+    steps = 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "trainer"),
+            disable_tqdm=True,
+            logging_strategy="no",
+            per_device_train_batch_size=4,
+            max_steps=steps,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="steps",
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
+        trainer = Trainer(
+            model=_gpt2(), args=arguments, train_dataset=SlowRows(), eval_dataset=Rows()
+        )
+        with watching(tmp_path / "run"):
+            trainer.train()
+    parts = torchwhere.phases(tmp_path / "run").parts
+    assert parts is not None
+    own = parts.by_rank[0]
+    assert tuple(map(sum, zip(*own.parts_ns.values(), strict=True))) == own.step_ns
+    # accelerate gets a batch before it is needed: four rows of 20 ms in most steps
+    assert max(own.parts_ns["data"]) >= 4 * 20_000_000
+    assert all(own.mean_ns(part) > 0 for part in ("forward", "backward", "optimizer"))
+    # The Trainer saves and evaluates after the optimizer has stepped: in the next step.
+    after_two = [number % 2 == 0 for number in own.steps]
+    for part in ("checkpoint", "evaluation"):
+        assert [took_ns > 0 for took_ns in own.parts_ns[part]] == after_two
 
 
 def _accelerate(folder: Path) -> dict[str, Any]:

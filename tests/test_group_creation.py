@@ -22,7 +22,7 @@ from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.status import ProcessStatus
 from warm_python import WarmPython
@@ -280,7 +280,7 @@ def test_real_start(warm: WarmPython, tmp_path: Path) -> None:
                 verdict = diagnose_folder(tmp_path / "run", stall_s=1)
             except TorchwhereError:  # no box yet
                 continue
-            if verdict.kind != "healthy":
+            if verdict.kind not in NO_FAULT:
                 break
         assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (1,), "exact")
         assert verdict.ranks[1].place.line == "half.py:6"

@@ -616,6 +616,21 @@ def met(pair: Pair) -> bool:
     return pair.lead.gives_verdicts
 
 
+def test_snapshot_of_processes_without_ranks(pair: Pair) -> None:
+    """Processes of another host that do not know their ranks yet do not count as the ranks that
+    they assume, and the lead says why their ranks have no data."""
+    for box in pair.other.boxes.values():
+        box.meta["rank_is_assumed"] = True
+    until(lambda: pair.go_on() is None and bool(pair.lead._snapshots()))
+    inputs = pair.lead.inputs(pair.one)
+    assert list(inputs.run.boxes) == list(range(8))
+    (note,) = inputs.run.notes
+    assert note == (
+        f"the processes of host {socket.gethostname()} have not called init_process_group, so their"
+        " ranks are unknown"
+    )
+
+
 def test_snapshots_give_the_same_verdict(pair: Pair, job: Path) -> None:
     """Half of the boxes and a snapshot give the verdict of all boxes; statuses and stacks are in
     the snapshot."""
@@ -667,7 +682,7 @@ def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - start >= 0.3
     time.sleep(0.3)
     first, second = pair.lead.inputs(pair.one).run.caveats()
-    assert first == "8 of 16 ranks: no box or snapshot of ranks 8-15"
+    assert first == "8 of 16 ranks are watched: no box or snapshot of ranks 8-15"
     host = socket.gethostname()
     assert second.startswith(f"no data from host {host} (ranks 8-15) for ")
     assert second.endswith(" s: the host, its monitor or the network is down")
@@ -727,7 +742,7 @@ def test_late_hosts_are_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (lead.update(run), lead.gives_verdicts) == (False, False)
     monkeypatch.setattr("torchwhere.monitor.lead.SETTLE_S", 0.0)
     assert (lead.update(run), lead.gives_verdicts) == (True, True)
-    assert lead.inputs(run).run.caveats() == ["8 of 16 ranks: no box of ranks 8-15"]
+    assert lead.inputs(run).run.caveats() == ["8 of 16 ranks are watched: no box of ranks 8-15"]
 
 
 def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,15 @@ PACKAGES = (
     "diagnose.calls",
     "diagnose.clocks",
     "diagnose.doctor",
+    "diagnose.stack_position",
+    "diagnose.stack_hang",
     "diagnose.dump_facts",
     "diagnose.dump_progress",
     "diagnose.call_graph",
     "diagnose.dump_hang",
     "diagnose.groups",
     "diagnose.device_time",
+    "diagnose.step_parts",
     "diagnose.phases",
     "diagnose.comms",
     "diagnose.diff",
@@ -46,10 +49,12 @@ PACKAGES = (
     "recorder",
     "api",
     "drop_in",
+    "integrations",
     "commands",
+    "startup",
 )
 # These packages run in the training process and may import torch; all others read runs without it.
-KNOWS_TORCH = {"native", "model", "hooks", "recorder", "api", "drop_in"}
+KNOWS_TORCH = {"native", "model", "hooks", "recorder", "api", "drop_in", "integrations", "startup"}
 # Files of those packages that read recorded runs, so they must work without torch too.
 READS_RUNS = {"api/export.py", "api/parquet.py", "api/phases.py", "api/run.py"}
 # Monitors of several hosts talk through a c10d store: this file imports torch when they do.
@@ -71,7 +76,6 @@ HOME_OF_PRIVATE_NAMES = SOURCE / "hooks" / "_torch.py"
 # Names of classes and modules as plain text, compared and never resolved: nothing is imported or
 # touched through them.
 ONLY_COMPARED = {
-    ("model/wrappers.py", "torch._dynamo.eval_frame.OptimizedModule"),
     ("hooks/exceptions.py", "torch._dynamo.exc"),
     ("recorder/session.py", "torch._dynamo"),
     ("recorder/session.py", "torch._dynamo.callback"),

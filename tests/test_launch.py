@@ -352,8 +352,8 @@ def test_script_that_does_not_exist(tmp_path: Path) -> None:
         2,
         "",
         (
-            "torchwhere: there is no script nope.py. Give the path of a file, or -m and a module"
-            " name.\n"
+            "torchwhere: there is no script nope.py. Give the path of a file, -m and a module name, or"
+            " a program such as torchrun.\n"
         ),
     )
     assert end(module) == (
@@ -367,8 +367,8 @@ def test_script_that_does_not_exist(tmp_path: Path) -> None:
     folder = end(start(BIN / "torchwhere", "run", "--out", "boxes", "folder.py", folder=tmp_path))
     assert (
         folder.err
-        == "torchwhere: there is no script folder.py. Give the path of a file, or -m and a module"
-        " name.\n"
+        == "torchwhere: there is no script folder.py. Give the path of a file, -m and a module name,"
+        " or a program such as torchrun.\n"
     )
     assert not (tmp_path / "boxes").exists()
 

@@ -114,6 +114,19 @@ def test_wrappers_leave_nothing_in_names() -> None:
     ]
 
 
+def test_a_class_with_the_name_of_a_wrapper() -> None:
+    """A user's class that is named like a wrapper of torch is an ordinary module."""
+
+    class DataParallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(1, 1)
+
+    DataParallel.__qualname__ = "DataParallel"
+    names = [name for name, _ in torchwhere.layout(DataParallel()).params()]
+    assert names == ["module.weight", "module.bias"]
+
+
 def test_several_models() -> None:
     """A list of models is one layout; names in the second and third begin with their class."""
     found = torchwhere.layout([Model(), nn.Linear(1, 1), nn.Linear(1, 1)])

@@ -92,4 +92,4 @@ def test_unreadable_boxes_are_listed(
     small = read_run(copy).caveats()
     monkeypatch.setattr(runs, "_FEW", 8)
     assert read_run(copy).caveats() == small
-    assert small[0] == f"{RANKS - 1} of {RANKS} ranks: no box of rank 3"
+    assert small[0] == f"{RANKS - 1} of {RANKS} ranks are watched: no box of rank 3"

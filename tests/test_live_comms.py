@@ -75,7 +75,7 @@ def test_counts_while_it_runs_and_after(chatty: Chatty) -> None:
             None: {"barrier": 1},
         }
         assert c.by_pass == {"forward": {"all_reduce": 3}, "outside": {"barrier": 1}}
-        assert c.by_group == {"default_pg": {"all_reduce": 3, "barrier": 1}}
+        assert c.by_group == {"default": {"all_reduce": 3, "barrier": 1}}
         assert c.bytes == 3 * 4 * 8 * 4
     assert c.counts["send"] == 0
     assert c.by_module["nobody"]["all_reduce"] == 0
@@ -92,10 +92,10 @@ def test_table_and_json(chatty: Chatty) -> None:
     with torchwhere.comms() as c:
         chatty(batch())
     assert str(c).splitlines() == [
-        "1 rank, step 0, all on default_pg  per step  steps   each  calls  total",
-        "<root>                                                         3  384 B",
-        "├ forward   all_reduce                    1      1  128 B      1  128 B",
-        "└ head  forward   all_reduce              2      1  128 B      2  256 B",
+        "1 rank, step 0, all on default  per step  steps   each  calls  total",
+        "<root>                                                      3  384 B",
+        "├ forward   all_reduce                 1      1  128 B      1  128 B",
+        "└ head  forward   all_reduce           2      1  128 B      2  256 B",
     ]
     assert max(map(len, c.table(width=40).splitlines())) <= 40
     found = json.loads(c.json())
@@ -297,7 +297,7 @@ HOLDING: list[dict[str, Any]] = [
     {"all_reduce": 3, "module": "", "pass_": "forward"},
     {"all_reduce": 3, "module": "<root>"},
     {"calls": 0, "pass_": "backward"},
-    {"all_reduce": 3, "group": "default_pg"},
+    {"all_reduce": 3, "group": "default"},
     {"all_reduce": 2, "for_": "head", "bytes__le": 256},
 ]
 
@@ -342,7 +342,7 @@ def test_what_a_failure_says(counted: torchwhere.comms) -> None:
         "  barrier     == 0    found 0    as expected",
         "found in head in forward:",
     ]
-    assert lines[-1].startswith("  2 x  all_reduce  forward of head  256 B  on default_pg")
+    assert lines[-1].startswith("  2 x  all_reduce  forward of head  256 B  on default")
     assert "test_live_comms.py:" in lines[-1]
 
 
@@ -403,7 +403,7 @@ MEANINGLESS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"calls": 1, "group": "tp"},
         ValueError,
-        "expect(group='tp'): no such group; there are default_pg",
+        "expect(group='tp'): no such group; there are default",
     ),
 ]
 
@@ -469,10 +469,10 @@ def test_snapshot_difference(counted: torchwhere.comms, chatty: Chatty, tmp_path
     assert str(failure.value).splitlines() == [
         f"the collectives differ from those of {tmp_path}/golden.json (- expected, + found)",
         "  forward of head",
-        "    -  2 x  all_reduce  256 B  on default_pg",
-        "    +  4 x  all_reduce  384 B  on default_pg",
+        "    -  2 x  all_reduce  256 B  on default",
+        "    +  4 x  all_reduce  384 B  on default",
         "  outside any module",
-        "    +  1 x  barrier    on default_pg",
+        "    +  1 x  barrier    on default",
         (
             "If the new collectives are right: run once with TORCHWHERE_REGENERATE=1, or call"
             " expect_same_as(path, regenerate=True)."
@@ -561,7 +561,7 @@ def test_long_lists_are_cut() -> None:
 
     found = Comms(ranks={0})
     for number in range(100):
-        key = CommsKey("forward", "all_reduce", "default_pg", None)
+        key = CommsKey("forward", "all_reduce", "default", None)
         found.root.children[f"m{number}"] = CommsNode(
             f"m{number}", own={key: CommsSum(1, 4, {0}, 1, {4})}
         )

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from torchwhere.blackbox.summary import BoxSummary
-from torchwhere.commands import launch
+from torchwhere.commands.begin_watch import set_nccl_variables
 from torchwhere.flight_recorder.evidence import find_dumps
 from torchwhere.recorder import nccl_variables
 from torchwhere.recorder.nccl_variables import missing_variables
@@ -74,12 +74,12 @@ def test_one_line(
         monkeypatch.delenv(name)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    launch._set_nccl_variables(str(tmp_path))
+    set_nccl_variables(str(tmp_path))
     assert os.environ.items() >= missing_variables({}, tmp_path).items()
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == lines
     assert all(f"{NAMES[0]}=1 " in line and "--no-env" in line for line in printed)
-    launch._set_nccl_variables(str(tmp_path))  # now nothing is missing
+    set_nccl_variables(str(tmp_path))  # now nothing is missing
     assert not capsys.readouterr().err
 
 

@@ -71,7 +71,9 @@ with torchwhere.watch(out=folder / "run"):
 """
 
 
-def run_python(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: object, folder: Path, timeout: float = 400
+) -> subprocess.CompletedProcess[str]:
     """Run a program that starts other processes, which need a real interpreter as their parent."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -79,7 +81,7 @@ def run_python(*arguments: object, folder: Path) -> subprocess.CompletedProcess[
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=timeout,
         check=False,
     )
 
@@ -151,7 +153,7 @@ def test_rank_of_a_waiting_process(warm: WarmPython, tmp_path: Path) -> None:
         assert PROVISIONAL.fullmatch(run.boxes[0].path.name)
         assert [path.name for path in run.unranked] == ["rank0.box"]
         assert run.caveats() == [
-            "1 of 2 ranks: no box of rank 1",
+            "1 of 2 ranks is watched: no box of rank 1",
             "rank0.box: its process has not called init_process_group, so its rank is unknown",
         ]
         time.sleep(1)
@@ -338,7 +340,15 @@ def test_lightning_starts_its_own_processes(tmp_path: Path) -> None:
     monitor neither reports nor ends it."""
     (tmp_path / "train.py").write_text(LIGHTNING)
     done = run_python(
-        *("-m", "torchwhere", "run", "--out", "run", "--stall", "1", "--end-with", "SIGTERM"),
+        "-m",
+        "torchwhere",
+        "run",
+        "--out",
+        "run",
+        "--stall",
+        "1",
+        "--end-with",
+        "SIGTERM",
         "train.py",
         folder=tmp_path,
     )

@@ -845,7 +845,7 @@ def test_command_damaged_boxes(call: Call, chromium: Browser, boxes: Path, tmp_p
     assert done.returncode == 0
     with chromium.opened(tmp_path / "report.html") as opened:
         said = opened.page.inner_text("#missing .body")
-        assert "7 of 64 ranks: no box of ranks 2, 8-63" in said
+        assert "7 of 64 ranks are watched: no box of ranks 2, 8-63" in said
         assert "rank 7: cut short" in said
         unharmed(opened, tmp_path / "report.html")
 

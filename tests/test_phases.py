@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -559,8 +560,8 @@ def check_golden(name: str, text: str) -> None:
 def test_how_it_looks(four_rank_run: tuple[Path, list[dict[str, Any]]], width: int | None) -> None:
     """The tables of many ranks and of one rank fit a pipe and terminals of two widths."""
     many, single = (
-        torchwhere.phases(four_rank_run[0]),
-        torchwhere.phases(four_rank_run[0], ranks=[3]),
+        replace(torchwhere.phases(four_rank_run[0], ranks=ranks), parts=None)
+        for ranks in (None, [3])
     )
     lines = [*shown(many, width=width), "", *shown(single, width=width)]
     assert width is None or max(map(len, lines)) <= width

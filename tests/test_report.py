@@ -866,7 +866,7 @@ def test_damaged_boxes(made: Made, tmp_path: Path) -> None:
     assert [rank for rank, state in enumerate(states) if state == ranks.UNKNOWN] == [3, 5, 6, 7]
     assert report["ranks"]["places"][report["ranks"]["place"][3]] == ranks.UNKNOWN
     assert any(
-        sentence.startswith("14 of 16 ranks: no box of ranks 3, 7")
+        sentence.startswith("14 of 16 ranks are watched: no box of ranks 3, 7")
         for sentence in report["missing"]
     )
     assert any("rank 5: cut short" in sentence for sentence in report["missing"])

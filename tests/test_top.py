@@ -358,6 +358,23 @@ def test_poller_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writ
     new.box.close()
 
 
+def test_heartbeats_choose_the_run(tmp_path: Path, ranks: Callable[..., list[Writer]]) -> None:
+    """Ranks that wait, and only their heartbeats move, stay the run when a process starts that does
+    not know its rank; also if the heartbeat comes after the first poll."""
+    made = ranks()
+    for writer in made:
+        writer.issue("all_reduce", 1)
+    assumed = {"rank_is_assumed": True, "started_ns": START_NS + 10 * S, "pid": 2}
+    made.append(Writer(tmp_path, 9, world=1, **assumed))
+    poller = RunPoller(tmp_path)
+    assert [rank.rank for rank in poller.poll().ranks] == [9]  # nothing shows that the ranks live
+    for writer in made[:2]:
+        writer.box.beat(20 * S)
+    assert [rank.rank for rank in RunPoller(tmp_path).poll().ranks] == [0, 1]
+    time.sleep(1.1)  # the poller lists the folder again
+    assert [rank.rank for rank in poller.poll().ranks] == [0, 1]
+
+
 def test_poller_reads_in_slices(tmp_path: Path) -> None:
     """Without time it reads one box a poll, and counts the boxes it has not read."""
     make(Job(16, steps=1, records=16), tmp_path)
@@ -604,6 +621,7 @@ def test_plain_snapshot(tmp_path: Path) -> None:
         "module": "layers.0.mlp.up",
         "call": 0,
         "line": "train.py:50",
+        "framework_line": None,
         "phase": None,
         "last": {"op": "all_reduce", "group": "tp", "number": 94},
         "age_s": 0,

@@ -275,7 +275,7 @@ def test_hta_reads_it(run: Path, tmp_path: Path) -> None:
     compared = TraceDiff.compare_traces(*both, control_rank=0, test_rank=1)[
         "counts_change_categories"
     ]
-    assert (compared["1.0"], compared["send on default_pg"], compared["recv on default_pg"]) == (
+    assert (compared["1.0"], compared["send on default"], compared["recv on default"]) == (
         "=",
         "-",
         "+",

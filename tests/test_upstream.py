@@ -155,12 +155,13 @@ def test_nothing_differs(checkout: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_hang_is_a_difference(checkout: Path) -> None:
-    """A case that hangs when watched is listed as not run; the cases before it have their results;
-    its processes are killed."""
+    """A case that hangs when watched, and ignores SIGINT, is listed as not run; the cases before it
+    have their results; its processes are killed."""
     (checkout / "test" / "test_hangs.py").write_text(
-        "import os, subprocess, sys\n"
+        "import os, signal, subprocess, sys\n"
         "def test_before(): pass\n"
         "def test_hangs():\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "    if os.environ.get('TORCHWHERE_UPSTREAM') == 'watched':\n"
         "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "        open('child', 'w').write(str(child.pid))\n"
@@ -182,9 +183,58 @@ def test_a_hang_is_a_difference(checkout: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_limit_selects_the_same_cases(checkout: Path) -> None:
+    """If the plain run reaches the time limit, the other runs have the cases that it has reached,
+    and the rest is not a difference."""
+    (checkout / "test" / "test_long.py").write_text(
+        "import os, time\n"
+        "def test_before(): pass\n"
+        "def test_long():\n"
+        "    if os.environ['TORCHWHERE_UPSTREAM'] == 'plain':\n"
+        "        time.sleep(600)\n"
+        "def test_after(): pass\n"
+    )
+    done = run(checkout, "test_long.py", "--limit", "30", "--repeat", "0", "--modes", "watched")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = found_in(checkout)["files"]
+    reached = {"test_long.py::test_before": "passed"}
+    assert [run["cases"] for run in file["runs"].values()] == [reached, reached]
+
+
+@pytest.mark.exhaustive
+def test_forked_ranks(checkout: Path) -> None:
+    """With `--fork`, processes that a test spawns are forks, and watched if the mode is. The test
+    can import a module beside it."""
+    (checkout / "test" / "inner").mkdir()
+    (checkout / "test" / "inner" / "__init__.py").touch()
+    (checkout / "test" / "inner" / "beside.py").touch()
+    (checkout / "test" / "inner" / "test_ranks.py").write_text(
+        "import multiprocessing, os\n"
+        "import beside\n"
+        "from torch import nn\n"
+        "MEMORY = []\n"
+        "def rank(queue):\n"
+        "    is_watched = nn.Module.__call__ is not nn.Module._wrapped_call_impl\n"
+        "    queue.put((len(MEMORY), is_watched))\n"
+        "def test_ranks():\n"
+        "    MEMORY.append(1)\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    queue = context.Queue()\n"
+        "    process = context.Process(target=rank, args=(queue,))\n"
+        "    process.start()\n"
+        "    assert queue.get() == (1, os.environ['TORCHWHERE_UPSTREAM'] == 'watched')\n"
+        "    process.join()\n"
+    )
+    done = run(checkout, "inner/test_ranks.py", "--fork", "--repeat", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = found_in(checkout)["files"]
+    assert [list(run["cases"].values()) for run in file["runs"].values()] == [["passed"]] * 3
+
+
+@pytest.mark.exhaustive
 def test_an_intended_difference(checkout: Path) -> None:
     """A case that cannot pass on the drop-ins is listed with its reason, and is not an error."""
-    ((case, reason),) = files.INTENDED.items()
+    case, reason = next(iter(files.INTENDED.items()))
     file, group, test = case.split("::")
     (checkout / "test" / file).write_text(
         "import unittest\n"
@@ -211,21 +261,22 @@ def test_nothing_to_run(tmp_path: Path) -> None:
     assert done.stdout.count("not in this checkout: ") == len(files.DEFAULT)
 
 
-def test_reports(tmp_path: Path) -> None:
-    """A case with a failure and an error in teardown failed; a file that cannot be imported is a
-    case; without a report there are no cases."""
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="a.test_b.Class" name="test_c"><failure'
-        ' message="first&#10;second"/></testcase><testcase classname="a.test_b.Class"'
-        ' name="test_c"/><testcase classname="" name="a.test_b"><error>no'
-        " module</error></testcase></testsuite></testsuites>"
-    )
-    assert cases.read(report, "a/test_b.py") == {
-        "a/test_b.py::Class::test_c": Outcome(FAILED, "first"),
-        "a/test_b.py": Outcome(FAILED, "no module"),
+def test_case_log(tmp_path: Path) -> None:
+    """A case that passes or fails and has an error in teardown failed, with its first error; a torn
+    line is left out; without a log there are no cases."""
+    log = tmp_path / "cases.jsonl"
+    lines = [
+        {"case": "a/test_b.py::C::test_c", "result": FAILED, "message": "first"},
+        {"case": "a/test_b.py::C::test_c", "result": FAILED, "message": "second"},
+        {"case": "a/test_b.py::C::test_d", "result": PASSED, "message": ""},
+        {"case": "a/test_b.py::C::test_d", "result": FAILED, "message": "teardown"},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "a/te')
+    assert cases.read(log) == {
+        "a/test_b.py::C::test_c": Outcome(FAILED, "first"),
+        "a/test_b.py::C::test_d": Outcome(FAILED, "teardown"),
     }
-    assert cases.read(tmp_path / "none.xml", "a/test_b.py") == {}
+    assert cases.read(tmp_path / "none") == {}
 
 
 def test_what_is_run_again() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from upstream import cases, startup
+from upstream import case_log, cases, startup
 from upstream.cases import Outcome
 
 PLAIN = "plain"
@@ -23,7 +23,7 @@ MODES = (PLAIN, startup.WATCHED, startup.DROP_INS)
 # Without PyTorch's conftest.py, which is for its CI, and without pytest's log handlers, which tests
 # of torch's logging count.
 _PYTEST = ("-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "no:logging")
-_GRACE_S = 20  # between SIGINT, after which pytest writes its report, and SIGKILL
+_GRACE_S = 20  # between SIGINT, after which tests may end their processes, and SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,10 @@ class Checkout:
     """The tests of a PyTorch checkout, given by the path of the checkout or of its `test`
     folder."""
 
-    def __init__(self, path: Path, *, limit_s: float) -> None:
+    def __init__(self, path: Path, *, limit_s: float, forks: bool = False) -> None:
         self.tests = path / "test" if (path / "test").is_dir() else path
         self._limit_s = limit_s
+        self._forks = forks
 
     def has(self, file: str) -> bool:
         return (self.tests / file).is_file()
@@ -51,13 +52,14 @@ class Checkout:
     def run(self, file: str, mode: str, *, only: Sequence[str] = (), keyword: str = "") -> FileRun:
         """Run a file, or `only` some of its cases, until it ends or reaches the time limit."""
         with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
-            report, output = Path(folder, "report.xml"), Path(folder, "output.txt")
+            log, output = Path(folder, "cases.jsonl"), Path(folder, "output.txt")
             command = [
                 sys.executable,
                 "-m",
                 "pytest",
                 *_PYTEST,
-                f"--junitxml={report}",
+                "-p",
+                Path(case_log.__file__).stem,
                 f"--rootdir={self.tests}",
             ]
             command += only or [file]
@@ -67,7 +69,13 @@ class Checkout:
                 process = subprocess.Popen(
                     command,
                     cwd=self.tests,
-                    env=environment(mode, Path(folder)),
+                    env=environment(
+                        mode,
+                        Path(folder),
+                        beside=(self.tests / file).parent,
+                        log=log,
+                        forks=self._forks,
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -76,21 +84,29 @@ class Checkout:
                 timed_out = _wait(process, self._limit_s)
             tail = output.read_text(errors="replace")[-4000:]
             seconds = time.monotonic() - begin
-            return FileRun(cases.read(report, file), seconds, timed_out, process.returncode, tail)
+            return FileRun(cases.read(log), seconds, timed_out, process.returncode, tail)
 
 
-def environment(mode: str, folder: Path) -> dict[str, str]:
-    """Return the environment of a run. `folder` gets our `sitecustomize.py`, which spawned
-    processes find too."""
-    variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+def environment(
+    mode: str, folder: Path, *, beside: Path, log: Path, forks: bool = False
+) -> dict[str, str]:
+    """Return the environment of a run. `folder` gets our plugin of pytest, and our
+    `sitecustomize.py`, which spawned processes find too. Tests import modules `beside` them, as
+    PyTorch runs its test files as scripts."""
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        startup.VARIABLE: mode,
+        case_log.VARIABLE: str(log),
+    }
     variables.pop("PYTEST_ADDOPTS", None)
-    if mode != PLAIN:
+    shutil.copy(case_log.__file__, folder)
+    inherited = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
+    variables["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited, str(beside)])
+    if forks:
+        variables[startup.FORK_VARIABLE] = "1"
+    if mode != PLAIN or forks:
         shutil.copy(startup.__file__, folder / "sitecustomize.py")
-        inherited = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
-        variables |= {
-            startup.VARIABLE: mode,
-            "PYTHONPATH": os.pathsep.join([str(folder), *inherited]),
-        }
     return variables
 
 

@@ -3,8 +3,9 @@ PYTHONPATH as `sitecustomize.py`.
 
 It waits until the process has imported torch. Then it starts a watch, or replaces the originals by
 the drop-ins, depending on the variable TORCHWHERE_UPSTREAM. In a process that never imports torch
-it does nothing. This file imports nothing of the repository at the top, because it must work as a
-copy.
+it does nothing. With the variable TORCHWHERE_UPSTREAM_FORK, `multiprocessing` forks where a test
+asks for spawned processes. This file imports nothing of the repository at the top, because it must
+work as a copy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-VARIABLE = "TORCHWHERE_UPSTREAM"
+VARIABLE, FORK_VARIABLE = "TORCHWHERE_UPSTREAM", "TORCHWHERE_UPSTREAM_FORK"
 WATCHED, DROP_INS = "watched", "drop-ins"
 
 # From original modules of torch to their drop-ins.
@@ -64,6 +65,14 @@ def watch() -> None:
     """Start a watch for the rest of the process."""
     torchwhere: Any = importlib.import_module("torchwhere")
     torchwhere.start()
+    if FORK_VARIABLE in os.environ:  # a forked process is not watched by itself
+        os.register_at_fork(after_in_child=torchwhere.start)
+
+
+def fork_instead_of_spawn() -> None:
+    """Let `multiprocessing` fork where a test asks for spawned processes."""
+    contexts: Any = importlib.import_module("multiprocessing.context")
+    contexts._concrete_contexts["spawn"] = contexts._concrete_contexts["fork"]
 
 
 def swap() -> None:
@@ -105,7 +114,11 @@ def run_other_sitecustomize(folder: str) -> None:
 
 def install(mode: str) -> None:
     """Start a watch, or use the drop-ins, as soon as the process has imported torch."""
-    sys.meta_path.insert(0, AfterTorch({WATCHED: watch, DROP_INS: swap}[mode]))
+    if FORK_VARIABLE in os.environ:
+        fork_instead_of_spawn()
+    start = {WATCHED: watch, DROP_INS: swap}.get(mode)
+    if start is not None:
+        sys.meta_path.insert(0, AfterTorch(start))
 
 
 if __name__ == "sitecustomize":

@@ -3,7 +3,7 @@
 Exit codes:
 
 - 0: done, also if the reader of a pipe (`| head`) stopped early
-- 1: `diff` found a difference; `doctor` found a job that is not healthy
+- 1: `diff` found a difference; `doctor` found a job that is not healthy; `attach` found a hang
 - 2: wrong arguments, nothing to read, an output that cannot be written, or a script that cannot be
   started; the message says what to do
 - 130: Ctrl-C
@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Sequence
 
 from torchwhere.commands import (
+    attach,
     diff,
     doctor,
     events,
@@ -38,6 +39,7 @@ COMMANDS = (
     tables,
     diff,
     doctor,
+    attach,
     monitor,
     top,
     flight_recorder,

@@ -330,8 +330,10 @@ def _line_of_error(error: BaseException) -> ForwardLine | None:
         if line is not None and not is_certain:
             line.certainty = Certainty.INFERRED
         return line
-    deepest = python_stack.deepest_user_line(error.__traceback__)
-    return ForwardLine.of(*deepest, source="traceback") if deepest is not None else None
+    raised_at = python_stack.read_traceback(error.__traceback__)
+    if raised_at.file is None:
+        return None
+    return ForwardLine.of(raised_at.file, raised_at.line, source="traceback")
 
 
 class forward_lines:  # noqa: N801 - called like a function: `with forward_lines():`

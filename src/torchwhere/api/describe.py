@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchwhere.api import names as naming
+from torchwhere.blackbox.string_table import shown_description
 from torchwhere.core.place import Certainty, shown
 from torchwhere.core.rank_text import ranks_to_text
 from torchwhere.core.sanitize import plural
@@ -228,10 +229,10 @@ def _group(group: Any) -> str:
         ranks = dist.get_process_group_ranks(group)
     except Exception:  # torch has removed it from its table of groups
         return "process group that was destroyed"
-    name, desc = group.group_name, group.group_desc
+    name, desc = group.group_name, shown_description(group.group_desc)
     own = dist.get_group_rank(group, dist.get_rank()) if dist.get_rank() in ranks else None
     position = "this rank is not in it" if own is None else f"this is its rank {own}"
-    label = f"{desc} ({name})" if desc not in ("undefined", "", name) else name
+    label = f"{desc} ({name})" if desc not in ("", name) else name
     ranks_list = _ranks(ranks_to_text(ranks))
     return f"process group {label}: {dist.get_backend(group)}, {ranks_list}; {position}"
 

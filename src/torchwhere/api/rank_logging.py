@@ -71,7 +71,7 @@ class PlaceFilter(logging.Filter):
         record.place_pass = place.pass_
         record.place_module = shown(place.module)
         record.place_call = "-" if place.call is None else place.call
-        record.place_line = place.line or "-"
+        record.place_line = place.full_line or "-"
         if not hasattr(record, "rank"):
             record.rank = place.rank
 

@@ -73,7 +73,7 @@ def start(
     folder = Path(out) if out is not None else None
     with _lock:
         if _current is not None and _current.depth == 0 and (folder is not None or module_events):
-            _stop_all("stop")
+            stop_all("stop")
         if _current is None:
             _begin(model, out=folder, module_events=module_events, records=records)
             return
@@ -101,7 +101,7 @@ def stop(reason: str = "stop") -> None:
         if _current is not None and _current.depth > 0:
             _current.depth -= 1
             if _current.depth == 0 and not (_listeners and _current.out is None):
-                _stop_all(reason)
+                stop_all(reason)
                 if _listeners:
                     _begin(depth=0)
 
@@ -118,7 +118,7 @@ def _begin(
     try:
         _register_fork_handlers()
         _current = Session(
-            model, out=out, module_events=module_events, records=records, on_exit=_stop_all
+            model, out=out, module_events=module_events, records=records, on_exit=stop_all
         )
         _current.depth = depth
         for listener in _listeners:
@@ -159,10 +159,11 @@ def unlisten(listener: Listener) -> None:
             if _current is not None:
                 _current.listeners.remove(listener)
                 if _current.depth == 0 and not _listeners:
-                    _stop_all("stop")
+                    stop_all("stop")
 
 
-def _stop_all(reason: str) -> None:
+def stop_all(reason: str) -> None:
+    """End all watches of this process, because the process ends."""
     global _current
     with _lock:
         session, _current = _current, None

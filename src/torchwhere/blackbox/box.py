@@ -37,7 +37,7 @@ from torchwhere.blackbox.file_format import (
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.blackbox.string_table import json_int, json_object, json_value
 from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind
-from torchwhere.core.place import PASS_LABELS, Certainty, Place
+from torchwhere.core.place import PASS_LABELS, Certainty, Place, line_fields
 from torchwhere.core.results import Shown
 
 _KINDS = {int(k): k for k in Kind}
@@ -60,12 +60,13 @@ _MAX_RANKS_SHOWN = 64  # in every event of a group; `Box.groups` has the ranks o
 class Counts:
     """Counts of all record slots and table bytes of a file."""
 
-    good: int = 0
+    good: int = 0  # events
     torn: int = 0  # not finished, or damaged
     unknown: int = 0  # of kinds that this version does not know
     overwritten: int = 0  # older than the ring
     torn_entries: int = 0
     lost_texts: int = 0  # overwritten or damaged when they were read
+    aside: int = 0  # good records that are not events
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class Box(Shown):
     path: Path
     meta: dict[str, Any] = field(default_factory=dict)
     records: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, RECORD_DTYPE))
+    side_records: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, RECORD_DTYPE))
     names: dict[int, tuple[int, str]] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     problems: list[str] = field(default_factory=list)
@@ -245,7 +247,7 @@ class Box(Shown):
             pass_=PASS_LABELS.get(pass_, "outside"),
             module=module,
             call=None if module is None or call == NO_CALL else call,
-            line=self.name(int(row["line"])),
+            **line_fields(self.name(int(row["line"]))),
             graph=self.name(int(row["graph"])),
             thread=self.thread(int(row["thread"])),
             certainty=self._certainty(row, module),
@@ -345,7 +347,7 @@ class Box(Shown):
         place = Place(
             rank=self.rank,
             step=words[file_format.CURSOR_STEP],
-            line=self.name(words[file_format.CURSOR_LINE]),
+            **line_fields(self.name(words[file_format.CURSOR_LINE])),
             thread=self.thread((words[file_format.CURSOR_THREAD] or slot + 1) - 1),
             **cursor_place(words[file_format.CURSOR_PLACE], name=self.name),
         )

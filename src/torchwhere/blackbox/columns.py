@@ -19,7 +19,7 @@ from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import SIGNATURE_KEYS, Box
 from torchwhere.blackbox.device import device_times
 from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind, json_text
-from torchwhere.core.place import PASS_LABELS, Certainty
+from torchwhere.core.place import PASS_LABELS, Certainty, line_fields
 
 TEXT, NUMBER, FLAG = "text", "number", "flag"
 COLUMNS = {
@@ -30,6 +30,7 @@ COLUMNS = {
     "module": TEXT,
     "call": NUMBER,
     "line": TEXT,
+    "framework_line": TEXT,
     "graph": TEXT,
     "thread": TEXT,
     "certainty": TEXT,
@@ -207,7 +208,11 @@ def _place_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, C
     yield "step", _some(records["step"], records["step"] != file_format.NO_STEP)
     passes, which = _distinct(records["pass"])
     yield "pass", _texts([PASS_LABELS.get(pass_, "outside") for pass_ in passes], which)
-    for name in ("line", "graph", "param"):
+    ids, which = _distinct(records["line"])
+    lines = [line_fields(box.name(entry_id)) for entry_id in ids]
+    for name in ("line", "framework_line"):
+        yield name, _texts([line[name] for line in lines], which)
+    for name in ("graph", "param"):
         ids, which = _distinct(records[name])
         yield name, _texts([box.name(entry_id) for entry_id in ids], which)
     ids, which = _distinct(records["module"])

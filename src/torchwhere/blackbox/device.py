@@ -16,23 +16,16 @@ import numpy.typing as npt
 from torchwhere.blackbox.box import Box, main_cursor
 from torchwhere.blackbox.device_place import (
     NO_SECTIONS,
+    DeviceLane,
     DeviceSource,
     call_name,
     read_device_place,
+    read_lanes,
+    read_progress,
 )
 from torchwhere.blackbox.file_format import (
     COUNTER_STREAM,
     FLAG_ON_DEVICE,
-    LANE_BYTES,
-    LANE_NEXT_PLACE,
-    LANE_NEXT_RECORD,
-    LANE_PENDING,
-    LANE_PLACE,
-    LANE_RECORD,
-    LANE_STEP,
-    LANE_STREAM,
-    LANE_TIME,
-    PROGRESS_BYTES,
     PROGRESS_DONE,
     PROGRESS_DONE_TIME,
     PROGRESS_REACHED,
@@ -43,7 +36,6 @@ from torchwhere.blackbox.file_format import (
     TIMES_NUMBER,
     TIMES_NUMBER_MASK,
     TIMES_REACHED,
-    cursor_place,
     unpack_stream,
 )
 from torchwhere.blackbox.replays import NO_ROW, replay_rows
@@ -54,20 +46,6 @@ from torchwhere.core.place import Place, unknown_place
 Words = npt.NDArray[np.uint64]
 _MOST_UNREACHED = 256
 _NUMBER_MASK = np.uint64(TIMES_NUMBER_MASK)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLane:
-    """The progress of a device on one of its streams."""
-
-    device: int
-    stream: int
-    place: Place | None  # the last mark that the device has reached; None: none yet
-    t_ns: int  # wall clock when it reached that mark
-    record: int | None  # number of the record of the last collective that it has reached
-    pending: int  # marks that it has not reached
-    next_place: Place | None
-    next_record: int | None
 
 
 class DeviceState(NamedTuple):
@@ -114,8 +92,8 @@ class StreamProgress:
 
 def device_lanes(box: Box) -> list[DeviceLane]:
     """The progress of each device stream that had marks."""
-    slots = _section(box, 0, LANE_BYTES)[:-1]
-    return [_lane(box, words) for words in slots if words[LANE_STREAM]]
+    source = _source(box)
+    return [] if source is None else read_lanes(source)[0]
 
 
 def device_state(box: Box) -> DeviceState | None:
@@ -134,19 +112,27 @@ def device_place(box: Box) -> DevicePlace:
     """Where the device of a rank was, beside its CPU, when its box was read."""
     cursor = main_cursor(box.cursors())
     cpu = cursor.place if cursor is not None else unknown_place(box.rank)
-    if box.geometry is None:
+    source = _source(box)
+    if source is None:
         return DevicePlace(cpu, problem=NO_SECTIONS)
-    lanes_at = box.geometry.lanes_at
+    return read_device_place(source, cpu=cpu)
+
+
+def _source(box: Box) -> DeviceSource | None:
+    """Access to the device sections of a box; None if its header is lost."""
+    geometry = box.geometry
+    if geometry is None:
+        return None
 
     def read(at: int, length: int) -> bytes:
-        data, start = (box._device, at - lanes_at) if at >= lanes_at else (box._head, at)
+        is_device = at >= geometry.lanes_at
+        data, start = (box._device, at - geometry.lanes_at) if is_device else (box._head, at)
         return data[start : start + length]
 
     def op_and_group(entry_id: int) -> tuple[str, str]:
         return call_name(box.value(entry_id), lambda name: box.groups().get(name))
 
-    source = DeviceSource(box.geometry, read, box.name, op_and_group, box.wall_ns)
-    return read_device_place(source, cpu=cpu)
+    return DeviceSource(geometry, read, box.name, op_and_group, box.wall_ns)
 
 
 def _reached(box: Box, lanes: list[DeviceLane]) -> tuple[int, ...]:
@@ -184,22 +170,19 @@ def _first_unreached(lane: DeviceLane) -> int:
 
 def stream_progress(box: Box) -> list[StreamProgress]:
     """The progress of all streams of collectives with marks."""
-    geometry = box.geometry
-    if geometry is None or not geometry.lanes:
+    source = _source(box)
+    if source is None or not source.geometry.lanes:
         return []
-    counters = np.frombuffer(box._head[geometry.counters_at : geometry.ring_at], np.uint64)
-    streams = counters.reshape(-1, 4)[:, COUNTER_STREAM]
-    slots = _section(box, geometry.progress_at - geometry.lanes_at, PROGRESS_BYTES)
     return [
         StreamProgress(
-            *unpack_stream(int(stream)),
-            reached=int(slot[PROGRESS_REACHED]),
+            *unpack_stream(counter[COUNTER_STREAM]),
+            reached=slot[PROGRESS_REACHED],
             reached_ns=_wall_ns(box, slot[PROGRESS_REACHED_TIME]),
-            done=int(slot[PROGRESS_DONE]),
+            done=slot[PROGRESS_DONE],
             done_ns=_wall_ns(box, slot[PROGRESS_DONE_TIME]),
         )
-        for stream, slot in zip(streams, slots, strict=False)
-        if stream and (slot[PROGRESS_REACHED] or slot[PROGRESS_DONE])
+        for counter, slot in read_progress(source)
+        if slot[PROGRESS_REACHED] or slot[PROGRESS_DONE]
     ]
 
 
@@ -214,7 +197,7 @@ def device_times(box: Box) -> tuple[Words, Words]:
     reached, done = np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.uint64)
     if geometry is None or not geometry.lanes:
         return reached, done
-    slots = _section(box, geometry.times_at - geometry.lanes_at, TIMES_BYTES)
+    slots = _times(box)
     rows = numbers % np.uint64(geometry.capacity)
     is_read = rows < len(slots)
     times = slots[np.where(is_read, rows, 0)] if len(slots) else np.zeros((len(rows), 3), np.uint64)
@@ -235,7 +218,7 @@ def device_lane_numbers(box: Box) -> npt.NDArray[np.int64]:
     numbers = box.records["number"].astype(np.uint64)
     words = np.zeros(len(numbers), np.uint64)
     if geometry is not None and geometry.lanes:
-        slots = _section(box, geometry.times_at - geometry.lanes_at, TIMES_BYTES)
+        slots = _times(box)
         rows = (numbers % np.uint64(geometry.capacity)).astype(np.int64)
         is_read = rows < len(slots)
         words[is_read] = slots[rows[is_read], TIMES_NUMBER]
@@ -243,43 +226,16 @@ def device_lane_numbers(box: Box) -> npt.NDArray[np.int64]:
     return (words >> np.uint64(TIMES_LANE_SHIFT)).astype(np.int64) - 1
 
 
-def _section(box: Box, start: int, slot_bytes: int) -> Words:
-    """The slots of one device section, as rows of words."""
+def _times(box: Box) -> Words:
+    """The slots of the section of times, as rows of words."""
     geometry = box.geometry
     if geometry is None or not geometry.lanes:
-        return np.empty((0, slot_bytes // 8), np.uint64)
-    slots = {
-        LANE_BYTES: geometry.lanes,
-        PROGRESS_BYTES: geometry.counters,
-        TIMES_BYTES: geometry.capacity,
-    }[slot_bytes]
-    data = box._device[start : start + slots * slot_bytes]
-    whole = len(data) // slot_bytes * slot_bytes
-    return np.frombuffer(data[:whole], np.uint64).reshape(-1, slot_bytes // 8)
+        return np.empty((0, TIMES_BYTES // 8), np.uint64)
+    start = geometry.times_at - geometry.lanes_at
+    data = box._device[start : start + geometry.capacity * TIMES_BYTES]
+    whole = len(data) // TIMES_BYTES * TIMES_BYTES
+    return np.frombuffer(data[:whole], np.uint64).reshape(-1, TIMES_BYTES // 8)
 
 
-def _lane(box: Box, words: Words) -> DeviceLane:
-    stream, t_ns = int(words[LANE_STREAM]), int(words[LANE_TIME])
-    pending = int(words[LANE_PENDING])
-    return DeviceLane(
-        device=(stream & 0xFF) - 1,
-        stream=stream >> 8,
-        place=_place(box, words[LANE_PLACE], int(words[LANE_STEP])) if t_ns else None,
-        t_ns=_wall_ns(box, t_ns),
-        record=_number(words[LANE_RECORD]),
-        pending=pending,
-        next_place=_place(box, words[LANE_NEXT_PLACE], None) if pending else None,
-        next_record=_number(words[LANE_NEXT_RECORD]),
-    )
-
-
-def _place(box: Box, word: np.uint64, step: int | None) -> Place:
-    return Place(rank=box.rank, step=step, **cursor_place(int(word), name=box.name))
-
-
-def _number(word: np.uint64) -> int | None:
-    return int(word) - 1 if word else None
-
-
-def _wall_ns(box: Box, t_ns: int | np.uint64) -> int:
-    return box.wall_ns(int(t_ns)) if t_ns else 0
+def _wall_ns(box: Box, t_ns: int) -> int:
+    return box.wall_ns(t_ns) if t_ns else 0

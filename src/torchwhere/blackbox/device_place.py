@@ -1,4 +1,5 @@
-"""Reads the place of a device from a box: that of this process, one that is polled, or a file.
+"""Reads the lanes of a device, and its place, from a box: that of this process, one that is polled,
+or a file.
 
 Reads a few hundred bytes by offset, without numpy. It makes no call of the device or its driver.
 Like all readers, it never raises on content.
@@ -16,14 +17,7 @@ from torchwhere.blackbox.file_format import (
     COUNTER_STREAM,
     COUNTER_TIME,
     LANE_BYTES,
-    LANE_NEXT_PLACE,
-    LANE_NEXT_RECORD,
-    LANE_PENDING,
-    LANE_PLACE,
-    LANE_RECORD,
-    LANE_STEP,
     LANE_STREAM,
-    LANE_TIME,
     NO_STEP,
     PROGRESS_BYTES,
     PROGRESS_DONE,
@@ -43,7 +37,7 @@ from torchwhere.blackbox.live_names import UNKNOWN_OP
 from torchwhere.blackbox.string_table import group_of, text_of
 from torchwhere.core.device_place import CallState, DeviceCall, DevicePlace
 from torchwhere.core.events import Kind
-from torchwhere.core.place import Place
+from torchwhere.core.place import Place, line_fields
 
 NO_SECTIONS = "the box has no data on a device"
 NO_MARKS = "nothing was marked on a device yet"
@@ -51,6 +45,37 @@ NO_MARKS = "nothing was marked on a device yet"
 _COUNTERS_AT_ONCE = 16
 
 Words = list[int]
+
+
+class DeviceLane(NamedTuple):
+    """The progress of a device on one of its streams, as the box holds it: places are packed, and
+    times are on the clock of the records."""
+
+    device: int
+    stream: int
+    place: int  # of the last mark that the device has reached
+    step: int
+    t_ns: int  # when it reached that mark; 0: none yet
+    record: int | None  # number of the record of the last collective that it has reached
+    pending: int  # marks that it has not reached
+    next_place: int
+    next_record: int | None
+
+    @classmethod
+    def of(cls, words: Words) -> DeviceLane:
+        # in the order of the constants LANE_PLACE, LANE_TIME, ... of the format
+        place, t_ns, step, stream, record, pending, next_place, next_record = words
+        return cls(
+            device=(stream & 0xFF) - 1,
+            stream=stream >> 8,
+            place=place,
+            step=step,
+            t_ns=t_ns,
+            record=record - 1 if record else None,
+            pending=pending,
+            next_place=next_place,
+            next_record=next_record - 1 if next_record else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +104,12 @@ def read_device_place(source: DeviceSource, *, cpu: Place) -> DevicePlace:
     """Read where the device of a rank is, given where its CPU is."""
     if not source.geometry.lanes:
         return DevicePlace(cpu, problem=NO_SECTIONS)
-    lanes, looked = _lanes(source)
+    lanes, looked = read_lanes(source)
     if not lanes:
         return DevicePlace(cpu, problem=NO_MARKS)
-    last = max(lanes, key=lambda lane: lane[LANE_TIME])
-    pending = [lane for lane in lanes if lane[LANE_PENDING]]
-    first = last if last[LANE_PENDING] else min(pending, key=_issue_order, default=None)
+    last = max(lanes, key=lambda lane: lane.t_ns)
+    pending = [lane for lane in lanes if lane.pending]
+    first = last if last.pending else min(pending, key=_issue_order, default=None)
     place, collective = _reached(source, last, cpu.rank)
     following, next_collective = _unreached(source, first, cpu.rank)
     return DevicePlace(
@@ -94,57 +119,58 @@ def read_device_place(source: DeviceSource, *, cpu: Place) -> DevicePlace:
         next=following,
         next_collective=next_collective,
         collectives_behind=sum(stream.issued - stream.reached for stream in device_streams(source)),
-        pending=sum(lane[LANE_PENDING] for lane in pending),
-        t_ns=source.wall_ns(last[LANE_TIME]) if last[LANE_TIME] else 0,
+        pending=sum(lane.pending for lane in pending),
+        t_ns=source.wall_ns(last.t_ns) if last.t_ns else 0,
         looked_ns=source.wall_ns(looked) if looked else 0,
     )
 
 
-def _issue_order(lane: Words) -> int:
+def _issue_order(lane: DeviceLane) -> int:
     """The record of the first pending mark. A mark without a record comes last."""
-    return lane[LANE_NEXT_RECORD] or 1 << 64
+    return 1 << 64 if lane.next_record is None else lane.next_record
 
 
 def _reached(
-    source: DeviceSource, lane: Words, rank: int
+    source: DeviceSource, lane: DeviceLane, rank: int
 ) -> tuple[Place | None, DeviceCall | None]:
     """The last mark of a lane that the device has reached: its place, and its collective."""
-    if not lane[LANE_TIME]:
+    if not lane.t_ns:
         return None, None
     state = _call_state(source, lane)
-    record = _record(source, lane[LANE_RECORD]) if state is not None else None
+    record = _record(source, lane.record) if state is not None else None
     call = _call(source, record, state) if state is not None else None
-    return _place(source, lane[LANE_PLACE], lane[LANE_STEP], record, rank), call
+    return _place(source, lane.place, lane.step, record, rank), call
 
 
-def _call_state(source: DeviceSource, lane: Words) -> CallState | None:
+def _call_state(source: DeviceSource, lane: DeviceLane) -> CallState | None:
     """How far the device is in the last collective of a lane; None if a later mark was reached."""
-    geometry, number = source.geometry, lane[LANE_RECORD]
-    if not number:
+    geometry, number = source.geometry, lane.record
+    if number is None:
         return None
-    at = geometry.times_at + (number - 1) % geometry.capacity * TIMES_BYTES
+    at = geometry.times_at + number % geometry.capacity * TIMES_BYTES
     times = _words(source.read(at, TIMES_BYTES))
-    if len(times) < TIMES_BYTES // 8 or times[TIMES_NUMBER] & TIMES_NUMBER_MASK != number:
+    if len(times) < TIMES_BYTES // 8 or times[TIMES_NUMBER] & TIMES_NUMBER_MASK != number + 1:
         return None
-    if times[TIMES_DONE] == lane[LANE_TIME]:
+    if times[TIMES_DONE] == lane.t_ns:
         return CallState.DONE
-    if times[TIMES_REACHED] != lane[LANE_TIME]:
+    if times[TIMES_REACHED] != lane.t_ns:
         return None
-    is_running = lane[LANE_PENDING] and lane[LANE_NEXT_RECORD] == number
+    is_running = lane.pending and lane.next_record == number
     return CallState.RUNNING if is_running else CallState.REACHED
 
 
 def _unreached(
-    source: DeviceSource, lane: Words | None, rank: int
+    source: DeviceSource, lane: DeviceLane | None, rank: int
 ) -> tuple[Place | None, DeviceCall | None]:
     """The first mark of a lane that the device has not reached: its place, and its collective."""
     if lane is None:
         return None, None
-    number = lane[LANE_NEXT_RECORD]
-    record = _record(source, number) if number else None
-    state = CallState.RUNNING if number and number == lane[LANE_RECORD] else CallState.ISSUED
+    number = lane.next_record
+    record = _record(source, number)
+    is_running = number is not None and number == lane.record
+    state = CallState.RUNNING if is_running else CallState.ISSUED
     step = record.step if record is not None else NO_STEP
-    return _place(source, lane[LANE_NEXT_PLACE], step, record, rank), _call(source, record, state)
+    return _place(source, lane.next_place, step, record, rank), _call(source, record, state)
 
 
 def _place(
@@ -153,17 +179,19 @@ def _place(
     return Place(
         rank=rank,
         step=None if step == NO_STEP else step,
-        line=source.name(record.line) if record is not None else None,
+        **line_fields(source.name(record.line) if record is not None else None),
         **cursor_place(packed_place, name=source.name),
     )
 
 
-def _record(source: DeviceSource, number: int) -> Record | None:
-    """The record of a collective, by its number plus 1; None if it was overwritten or is torn."""
+def _record(source: DeviceSource, number: int | None) -> Record | None:
+    """The record of a collective; None if it was overwritten or is torn."""
     geometry = source.geometry
-    at = geometry.ring_at + (number - 1) % geometry.capacity * RECORD_BYTES
+    if number is None:
+        return None
+    at = geometry.ring_at + number % geometry.capacity * RECORD_BYTES
     record = unpack_record(source.read(at, RECORD_BYTES))
-    if record is None or record.number != number - 1 or record.kind != Kind.COLLECTIVE:
+    if record is None or record.number != number or record.kind != Kind.COLLECTIVE:
         return None
     return record
 
@@ -190,9 +218,9 @@ def device_streams(source: DeviceSource) -> Iterator[DeviceStream]:
     If no mark was pending at the last look, the devices had reached everything that was issued
     before: a collective that was captured into a graph has no mark.
     """
-    lanes, looked = _lanes(source)
-    is_idle = not any(lane[LANE_PENDING] for lane in lanes)
-    for counter, progress in _counters(source) if lanes else ():
+    lanes, looked = read_lanes(source)
+    is_idle = not any(lane.pending for lane in lanes)
+    for counter, progress in read_progress(source) if lanes else ():
         if progress[PROGRESS_REACHED] or progress[PROGRESS_DONE]:
             issued = counter[COUNTER_COUNT]
             has_all = is_idle and counter[COUNTER_TIME] <= looked
@@ -200,7 +228,7 @@ def device_streams(source: DeviceSource) -> Iterator[DeviceStream]:
             yield DeviceStream(counter[COUNTER_STREAM], issued, reached)
 
 
-def _counters(source: DeviceSource) -> Iterator[tuple[Words, Words]]:
+def read_progress(source: DeviceSource) -> Iterator[tuple[Words, Words]]:
     """The counters in use, which are the first ones, each with the progress of its stream."""
     geometry = source.geometry
     for first in range(0, geometry.counters, _COUNTERS_AT_ONCE):
@@ -217,17 +245,20 @@ def _counters(source: DeviceSource) -> Iterator[tuple[Words, Words]]:
             yield counter, progress
 
 
-def _lanes(source: DeviceSource) -> tuple[list[Words], int]:
+def read_lanes(source: DeviceSource) -> tuple[list[DeviceLane], int]:
     """The lanes in use, and the time of the last look at the device."""
     geometry = source.geometry
-    *slots, last = _slots(source, geometry.lanes_at, geometry.lanes, LANE_BYTES) or [[0]]
-    return [words for words in slots if words[LANE_STREAM]], last[0]
+    if not geometry.lanes:
+        return [], 0
+    *slots, last = _slots(source, geometry.lanes_at, geometry.lanes, LANE_BYTES)
+    return [DeviceLane.of(words) for words in slots if words[LANE_STREAM]], last[0]
 
 
 def _slots(source: DeviceSource, at: int, count: int, size: int) -> list[Words]:
-    """The slots of a section; zeros where the file is cut short."""
-    data = source.read(at, count * size).ljust(count * size, b"\0")
-    words = _words(data)
+    """The slots of a section; zeros for slots that the file does not have whole."""
+    data = source.read(at, count * size)
+    whole = data[: len(data) // size * size].ljust(count * size, b"\0")
+    words = _words(whole)
     return [words[slot : slot + size // 8] for slot in range(0, len(words), size // 8)]
 
 

@@ -122,6 +122,7 @@ FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
 FLAG_REPLAYED = 16
 FLAG_ON_DEVICE = 32  # a collective on an accelerator
+FLAG_ASIDE = 128  # a collective while the rank loads data, saves a checkpoint or evaluates
 
 
 class Record(NamedTuple):
@@ -162,6 +163,7 @@ class EntryType(IntEnum):
     LAYOUT = 12  # a part of a layout of the watched models, compressed JSON
     MEMORY = 16  # JSON object: the memory of the device at one time, for long jobs
     CUDA_GRAPH = 20  # JSON object: a CUDA graph that was captured
+    FRAME = 24  # JSON list: `file:line` and function of a frame in a sample of a stack
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 _SET_ASIDE = re.compile(r"\.\d{8}T\d{6}(\.\d+)?\.box$")
+# name of a file in memory, of a forked process; the number of a signal follows
+STACK_IN_MEMORY = "torchwhere-stack-"
 STALL_MARK = "torchwhere: stalled, "  # starts a stall file; the wall clock in ns follows
 
 

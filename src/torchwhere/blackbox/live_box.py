@@ -18,6 +18,7 @@ from torchwhere.blackbox.file_format import (
     COUNTER_BYTES,
     COUNTER_COUNT,
     CURSOR_BYTES,
+    CURSOR_HEARTBEAT,
     CURSOR_PHASE,
     CURSOR_PLACE,
     CURSOR_RECORD,
@@ -44,7 +45,7 @@ from torchwhere.blackbox.string_table import StreamName, half_written, json_int,
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import TEXT_FIELD, Kind
-from torchwhere.core.place import Place, unknown_place
+from torchwhere.core.place import Place, line_fields, unknown_place
 
 _COUNTERS_AT_ONCE = 16  # counter slots in a read; more if all of them are used
 _CURSOR_WORDS, _COUNTER_WORDS = CURSOR_BYTES // 8, COUNTER_BYTES // 8
@@ -75,7 +76,7 @@ class LiveBox:
         self._geometry: Geometry | None = None
         self._names: BoxNames | None = None
         self._read_bytes, self._table_end, self._cursor_at = HEADERS_BYTES, 0, 0
-        self._offset_ns = 0
+        self._offset_ns = self._beat = 0  # _beat: the rank's monotonic clock of its last heartbeat
         self._record: Record | None = None  # the last one
         self._last_counter: tuple[int, int, int, int] | None = None  # of the latest collective
         # the next four are computed when asked for, and dropped when the rank moves
@@ -144,6 +145,8 @@ class LiveBox:
         data, geometry = os.pread(fd, self._read_bytes, 0), self._geometry
         if geometry is None:
             return data
+        beat_at = HEADERS_BYTES + CURSOR_HEARTBEAT * 8
+        self._beat = int.from_bytes(data[beat_at : beat_at + 8], "little")
         words = mask_heartbeat(data[HEADERS_BYTES:], cursors=geometry.cursors)
         return data[:HEADERS_BYTES] + words
 
@@ -165,8 +168,7 @@ class LiveBox:
         return True
 
     def _words(self, fd: int, data: bytes) -> bytes | None:
-        """Header, cursors and all used counters; None while the file is shorter than its
-        cursors."""
+        """Header, cursors and all used counters; None while the file is too short for cursors."""
         geometry = self._geometry
         assert geometry is not None
         most = min(geometry.ring_at, os.fstat(fd).st_size)  # the header may hold any number
@@ -291,6 +293,7 @@ class LiveBox:
             checksum=0,
             meta=self.meta,
             problems=(self.problem,) if self.problem else (),
+            beat_ns=self._beat + self._offset_ns if self._beat else 0,
         )
 
     @property
@@ -321,7 +324,7 @@ class LiveBox:
         return Place(
             rank=self.rank,
             step=None if self.step == NO_STEP else self.step,
-            line=names.name(live_line(cursor, self._last_record())),
+            **line_fields(names.name(live_line(cursor, self._last_record()))),
             **cursor_place(cursor[CURSOR_PLACE], name=names.name),
         )
 

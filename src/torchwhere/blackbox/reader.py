@@ -25,7 +25,7 @@ from torchwhere.blackbox.file_format import (
     EntryType,
     Geometry,
 )
-from torchwhere.blackbox.ring import parse_ring
+from torchwhere.blackbox.ring import parse_ring, split_sides
 from torchwhere.blackbox.string_table import TableReader, json_object
 from torchwhere.core.errors import TorchwhereError
 
@@ -164,9 +164,15 @@ def _parse_sections(box: Box, table: bytes, tables: TableReader) -> None:
     string_table = tables.read(table)
     ring_section = memoryview(box._head)[geometry.ring_at : geometry.texts_at]
     ring = parse_ring(ring_section, geometry.capacity)
-    box.names, box.records = string_table.names, ring.records
+    box.names = string_table.names
+    box.records, box.side_records = split_sides(ring.records)
     box.counts = Counts(
-        len(ring.records), ring.torn, ring.unknown, ring.overwritten, string_table.torn
+        good=len(box.records),
+        torn=ring.torn,
+        unknown=ring.unknown,
+        overwritten=ring.overwritten,
+        torn_entries=string_table.torn,
+        aside=len(box.side_records),
     )
     whole_meta: dict[str, Any] = {}  # if it did not fit into the header
     for entry_type, text in box.names.values():

@@ -19,7 +19,7 @@ from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box, read_or_
 from torchwhere.blackbox.summary import BoxOrSummary, started_ns, summarize
 from torchwhere.core.errors import TorchwhereError, nothing_recorded
 from torchwhere.core.events import Event
-from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.rank_text import ranks_phrase, watched_phrase
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import plural
 from torchwhere.core.worker_pool import Progress, ProgressCounter
@@ -87,10 +87,11 @@ class RunSummary(Shown, Generic[B]):
         caveats = []
         missing = self.missing
         if missing:
-            caveats.append(
-                f"{len(self.boxes)} of {self.world_size} ranks: no {self.noun} of"
-                f" {ranks_phrase(missing, most=8)}"
+            count, total = len(self.boxes), self.world_size
+            are = (
+                f"{count} of {total} ranks" if self.noun == "dump" else watched_phrase(count, total)
             )
+            caveats.append(f"{are}: no {self.noun} of {ranks_phrase(missing, most=8)}")
         of_ranks = []
         for rank, box in sorted(self.summaries.items()):
             of_ranks += [f"rank {rank}: {problem}" for problem in box.problems]
@@ -102,6 +103,7 @@ class RunSummary(Shown, Generic[B]):
         of_ranks += [
             f"{path.name}: its process has not called init_process_group, so its rank is unknown"
             for path in self.unranked
+            if missing  # otherwise it is not a rank, for example the parent of the ranks
         ]
         caveats += of_ranks[:_MAX_CAVEATS]
         if len(of_ranks) > _MAX_CAVEATS:

@@ -130,6 +130,7 @@ def _entry(data: bytes, at: int) -> tuple[Entry | None, int]:
 
 
 P2P = frozenset({"send", "recv"})
+DEFAULT_GROUP = "default"  # torch describes it as "default_pg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +144,32 @@ class Group:
     mesh_dim: str | None = field(default=None, compare=False)
 
     @property
+    def description(self) -> str:
+        """Torch's description as all views show it; empty if there is none."""
+        return shown_description(self.desc, name=self.name)
+
+    @property
     def title(self) -> str:
         """The name that users know: the mesh dimension, the description, or the name."""
         if self.mesh_dim:
             return self.mesh_dim
-        if self.desc in ("default_pg", "") and self.name in ("0", ""):
-            return "default"
-        return self.desc if self.desc not in ("", "undefined") else self.name
+        if self.name == "" and self.desc == "":
+            return DEFAULT_GROUP
+        return self.description or self.name
+
+
+def shown_description(desc: str, *, name: str = "") -> str:
+    """The description of a group as all views show it; empty if torch has none."""
+    if desc == "default_pg" or (desc == "" and name == "0"):
+        return DEFAULT_GROUP
+    return desc if desc != "undefined" else ""
+
+
+def title_in(fields: Mapping[str, Any]) -> str | None:
+    """The title of the group in the fields of a collective; None if the group is unknown."""
+    name, desc = str(fields.get("group") or ""), str(fields.get("group_desc") or "")
+    mesh_dim = str(fields.get("mesh_dim") or "")
+    return Group(name, (), desc=desc, mesh_dim=mesh_dim).title if name or desc or mesh_dim else None
 
 
 class StreamName(NamedTuple):

@@ -51,6 +51,7 @@ from torchwhere.blackbox.file_format import (
     pack_text,
     stream_word,
 )
+from torchwhere.blackbox.step_clock import StepClock
 
 if TYPE_CHECKING:
     from torchwhere.native import extension
@@ -93,6 +94,10 @@ class BoxWriter:
             self.native_box = native.Box(self._map, self.geometry.ring_at, self.geometry.capacity)
             self.record = self.native_box.record
             self.counter = self.native_box
+        # times the parts of each step
+        self.clock: StepClock | extension.Box = self.native_box or StepClock(
+            self.record, self.counter
+        )
         self.closed = False
         self.write_meta()
         self._file.guard()

@@ -15,7 +15,7 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import KIND_LABELS, json_text
 from torchwhere.core.run_folder import run_folder
 from torchwhere.core.sanitize import printable
-from torchwhere.core.stall import STALL_S
+from torchwhere.core.stall import END_STALL_S, STALL_S
 
 if TYPE_CHECKING:
     from torchwhere.blackbox.run import BoxRun
@@ -138,6 +138,23 @@ def add_stall(sub: argparse.ArgumentParser) -> None:
         metavar="S",
         help="call a wait a hang after this many seconds (default: %(default)g)",
     )
+
+
+def add_ending_stall(sub: argparse.ArgumentParser) -> None:
+    """Add `--stall` to a command with `--end-with`, whose presence decides the default."""
+    sub.add_argument(
+        "--stall",
+        type=seconds,
+        metavar="S",
+        help=f"call a wait a hang after this many seconds (default: {STALL_S:g}; with --end-with"
+        f" {END_STALL_S:g})",
+    )
+
+
+def chosen_stall_s(arguments: argparse.Namespace) -> float:
+    """The value of `--stall` of a command with `--end-with`."""
+    default = STALL_S if arguments.end_with is None else END_STALL_S
+    return default if arguments.stall is None else float(arguments.stall)
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -12,16 +12,20 @@ import importlib.util
 import io
 import os
 import runpy
-import subprocess
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from torchwhere.commands.arguments import print_message
+from torchwhere.commands.arguments import BAD_INPUT, print_message
+from torchwhere.commands.begin_watch import begin_watch
+from torchwhere.commands.children import watch_children
+from torchwhere.commands.watch_options import WatchOptions
 from torchwhere.core.errors import TorchwhereError, failure
 from torchwhere.processes import launcher
+from torchwhere_startup import watch_forks
 
 
 def begin(
@@ -30,73 +34,56 @@ def begin(
     *,
     out: str,
     is_module: bool,
-    module_events: bool,
-    records: int,
-    monitor: Sequence[str] | None = None,
-    sets_variables: bool = True,
+    options: WatchOptions,
 ) -> Callable[[], None]:
     """Start the watch and return a function that runs `script`.
 
-    `script` is a path, or with `is_module` the name of a module. `monitor` holds the options of the
-    monitor, which the first rank of each host starts; None starts no monitor. `sets_variables` says
-    whether the environment variables of NCCL are set.
+    `script` is a path, with `is_module` the name of a module, or a program on the PATH. A launcher
+    is not a rank, so it is not watched: the processes that it starts are.
     """
-    _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
-    _check(script, is_module=is_module)
-    from torchwhere.api.watch import current, start  # imports torch, or raises if it is missing
-    from torchwhere.native.first_run import prepare
+    command = launcher_command(script, arguments, is_module=is_module)
+    if command is None:
+        _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
+        _check(script, is_module=is_module)
+    from torchwhere.native.first_run import prepare  # imports torch, or raises if it is missing
 
-    if sets_variables:
-        _set_nccl_variables(out)
-    is_first = launcher.launch().is_first_of_host
-    prepare(is_first_of_host=is_first)
+    prepare(is_first_of_host=launcher.launch().is_first_of_host)
+    watch_children(out, options)
+    if command is not None:
+        return lambda: _become(command)
     sys.argv = [script, *arguments]
-    start(out=out, module_events=module_events, records=records)
-    # Without a box there is nothing to monitor; `start` has logged why.
-    session = current()
-    is_recorded = session is not None and session.is_recorded
-    if monitor is not None and is_first and is_recorded:
-        _start_monitor(out, monitor)
+    begin_watch(out, options)
+    watch_forks()
     execute = _run_module if is_module else _run_path
     return lambda: _watched(execute, script)
 
 
-def _set_nccl_variables(out: str) -> None:
-    from torchwhere.recorder.nccl_variables import set_nccl_variables
-
-    variables = set_nccl_variables(out)
-    if variables and not launcher.launch().rank:
-        values = " ".join(f"{name}={value}" for name, value in variables.items())
-        print_message(
-            f"set {values}, so that the doctor sees what each GPU has reached; --no-env sets none"
+def launcher_command(script: str, arguments: Sequence[str], *, is_module: bool) -> list[str] | None:
+    """The command line of a launcher or of another program; None for a script to be watched."""
+    if is_module:
+        return (
+            [sys.executable, "-m", script, *arguments]
+            if script in launcher.LAUNCHER_PROGRAMS
+            else None
         )
+    if Path(script).is_file():
+        return (
+            [sys.executable, script, *arguments]
+            if Path(script).name in launcher.LAUNCHER_PROGRAMS
+            else None
+        )
+    program = shutil.which(script) if os.sep not in script else None
+    return [program, *arguments] if program is not None else None
 
 
-def _start_monitor(out: str, options: Sequence[str]) -> None:
-    """Start the monitor in its own session: it survives when this process is killed.
-
-    It exits when all ranks of this host have exited.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "torchwhere",
-        "monitor",
-        out,
-        "--launcher",
-        str(os.getpid()),
-        *options,
-    ]
-    from torchwhere.hooks.error_limiter import log
-
+def _become(command: list[str]) -> None:
+    """Replace this process by a program: its exit code and its signals are its own."""
+    sys.stdout.flush()
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
-        )
+        os.execv(command[0], command)
     except OSError as error:
-        log.warning("torchwhere: cannot start the monitor: %s", error.strerror or error)
-        return
-    process.returncode = 0  # this process never waits for it
+        print_message(f"cannot run {command[0]}: {error.strerror or error}")
+        raise SystemExit(BAD_INPUT) from None
 
 
 def _check(script: str, *, is_module: bool) -> None:
@@ -107,7 +94,8 @@ def _check(script: str, *, is_module: bool) -> None:
         )
     if not is_module and not Path(script).is_file():
         raise TorchwhereError(
-            f"there is no script {script}. Give the path of a file, or -m and a module name."
+            f"there is no script {script}. Give the path of a file, -m and a module name, or a"
+            " program such as torchrun."
         )
 
 

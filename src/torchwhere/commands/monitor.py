@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchwhere.commands.arguments import (
     add_command,
+    add_ending_stall,
     add_folder,
     add_json,
-    add_stall,
+    chosen_stall_s,
     print_json,
     reading,
 )
@@ -53,7 +54,7 @@ def add(commands: Any) -> None:
 
 def add_options(sub: argparse.ArgumentParser) -> None:
     """Add the options that `run` passes on to the monitor it starts."""
-    add_stall(sub)
+    add_ending_stall(sub)
     sub.add_argument(
         "--end-with",
         type=_signal,
@@ -93,11 +94,13 @@ def _role(arguments: argparse.Namespace, folder: Path) -> SingleHost:
     from torchwhere.monitor.single import SingleHost
 
     if arguments.serve is not None:
-        return Lead(folder, stall_s=arguments.stall, rendezvous=None, port=arguments.serve)
+        return Lead(
+            folder, stall_s=chosen_stall_s(arguments), rendezvous=None, port=arguments.serve
+        )
     if arguments.join is not None:
         return Follower(folder, rendezvous=None, address=arguments.join)
     if arguments.launcher is not None:
-        return role_from_launcher(folder, stall_s=arguments.stall)
+        return role_from_launcher(folder, stall_s=chosen_stall_s(arguments))
     return SingleHost()
 
 
@@ -120,7 +123,7 @@ def _monitor(arguments: argparse.Namespace) -> int:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     monitor = Monitor(
         folder,
-        stall_s=arguments.stall,
+        stall_s=chosen_stall_s(arguments),
         end_with=arguments.end_with,
         print_verdict=_print_json if arguments.json else None,
         launcher=arguments.launcher,

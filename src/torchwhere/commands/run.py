@@ -1,15 +1,16 @@
-"""`torchwhere run`: run an unchanged training script under watch."""
+"""`torchwhere run`: run an unchanged training script, or a launcher, under watch."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
-from torchwhere.commands.arguments import BAD_INPUT, add_command, at_least, print_message
-from torchwhere.commands.monitor import add_options
+from torchwhere.commands.arguments import BAD_INPUT, add_command, print_message
+from torchwhere.commands.watch_options import OUT, add_watch_options, watch_options
 from torchwhere.core.errors import TorchwhereError
 
-_DEFAULT_RECORDS = 1 << 16
+_DEFAULT_OUT = "torchwhere-run"
 
 
 def add(commands: Any) -> None:
@@ -20,46 +21,21 @@ def add(commands: Any) -> None:
         more="Example: torchrun --nproc-per-node 4 -m torchwhere run --out run/ train.py",
     )
     sub.add_argument(
-        "--out", default="torchwhere-run", help="folder for the black boxes (default: %(default)s)"
+        "--out",
+        help=f"folder for the black boxes (default: {OUT}, or else {_DEFAULT_OUT})",
     )
-    sub.add_argument(
-        "--module-events", action="store_true", help="record every module call as an event"
-    )
-    sub.add_argument(
-        "--records",
-        type=at_least(16),
-        default=_DEFAULT_RECORDS,
-        help="number of events that each box keeps; older ones are overwritten (default:"
-        " %(default)s)",
-    )
-    sub.add_argument(
-        "--no-monitor", action="store_true", help="do not start the monitor process of this host"
-    )
-    sub.add_argument(
-        "--no-env",
-        action="store_true",
-        help="leave the environment variables of NCCL alone (default: on a machine with a GPU, set"
-        " those that the doctor needs and that are not set)",
-    )
-    add_options(sub)
+    add_watch_options(sub)
     sub.add_argument(
         "-m",
         dest="is_module",
         action="store_true",
         help="run a module by its name, like python -m",
     )
-    sub.add_argument("script", help="path of the script, or name of the module")
+    sub.add_argument(
+        "script", help="path of the script, name of the module, or a program such as torchrun"
+    )
     sub.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     sub.set_defaults(command=_run)
-
-
-def _monitor_options(arguments: argparse.Namespace) -> list[str]:
-    options = ["--stall", str(arguments.stall)]
-    if arguments.json:
-        options.append("--json")
-    if arguments.end_with is not None:
-        options += ["--end-with", arguments.end_with.name]
-    return options
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -69,12 +45,9 @@ def _run(arguments: argparse.Namespace) -> int:
         execute = launch.begin(
             arguments.script,
             arguments.arguments,
-            out=arguments.out,
+            out=arguments.out or os.environ.get(OUT) or _DEFAULT_OUT,
             is_module=arguments.is_module,
-            module_events=arguments.module_events,
-            records=arguments.records,
-            monitor=None if arguments.no_monitor else _monitor_options(arguments),
-            sets_variables=not arguments.no_env,
+            options=watch_options(arguments),
         )
     except TorchwhereError as error:
         print_message(error)

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from torchwhere.core.place import Place
+from torchwhere.core.place import RANK_FIELDS, Place
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import plural, printable
-
-_PLACE_KEYS = ("step", "pass", "module", "call", "line")
 
 
 class CallState(StrEnum):
@@ -163,7 +161,7 @@ def _point_text(place: Place, call: DeviceCall | None) -> str:
     if call is None or place.module is not None or place.pass_ != "outside":
         parts.append(place.activity())
     if place.line is not None:
-        parts.append(place.line)
+        parts.append(place.full_line)
     if place.step is not None:
         parts.append(f"step {place.step}")
     return ", ".join(parts)
@@ -171,7 +169,7 @@ def _point_text(place: Place, call: DeviceCall | None) -> str:
 
 def _fields(place: Place | None) -> dict[str, Any]:
     values = place.to_dict() if place is not None else {}
-    return {key: values.get(key) for key in _PLACE_KEYS}
+    return {key: values.get(key) for key in RANK_FIELDS}
 
 
 def _call(call: DeviceCall | None) -> dict[str, Any] | None:

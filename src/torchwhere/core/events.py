@@ -45,6 +45,20 @@ class Kind(IntEnum):
         return self.name.lower()
 
 
+class SideKind(IntEnum):
+    """Kinds of records that are not events: they belong to no place of the program.
+
+    `Box.side_records` has them, and no list of events does.
+    """
+
+    STEP_TIMES = 25
+    SAMPLE = 26
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
 KIND_LABELS = tuple(kind.label for kind in Kind)
 
 # The fields that say most about an event, the most telling first.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import IntEnum, StrEnum
+from typing import Any
 
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import printable
@@ -52,6 +53,9 @@ class Certainty(StrEnum):
 
 
 ROOT = "<root>"
+_LINE_SEPARATOR = "\t"
+# The fields of a place that JSON has for each rank and each device.
+RANK_FIELDS = ("step", "pass", "module", "call", "line", "framework_line")
 _MAX_NAME = 60  # characters of a name in a `repr`
 
 
@@ -80,6 +84,9 @@ class Place(Shown):
             root module.
         call: Which call of that module within the step, from 0.
         line: The `file:line` of user code that led here.
+        framework_line: The innermost frame of an installed package, such as transformers or
+            lightning, that this line has called: `transformers/trainer.py:2322 training_step`.
+            None if there is none.
         graph: The id of the compiled graph that runs or is being compiled.
         thread: The name of the thread.
         certainty: How torchwhere knows the place.
@@ -100,6 +107,7 @@ class Place(Shown):
     thread: str | None = None
     certainty: Certainty = Certainty.EXACT
     param: str | None = None
+    framework_line: str | None = None
 
     def __repr__(self) -> str:
         """The call that creates it, without unknown fields. It cuts long names; `str()` and
@@ -120,12 +128,19 @@ class Place(Shown):
         if self.graph is not None:
             parts.append(f"graph {self.graph}")
         if self.line is not None:
-            parts.append(self.line)
+            parts.append(self.full_line)
         if self.thread not in (None, "MainThread"):
             parts.append(f"thread {self.thread}")
         if self.certainty is not Certainty.EXACT:
             parts.append(f"({self.certainty})")
         return printable(", ".join(parts))
+
+    @property
+    def full_line(self) -> str:
+        """The user's line, and the line of the framework that it has called:
+        `train.py:12, in transformers/trainer.py:2322 training_step`. Empty if it is unknown."""
+        inner = f", in {self.framework_line}" if self.framework_line is not None else ""
+        return f"{self.line or ''}{inner}"
 
     def activity(self) -> str:
         """The pass, and the module or parameter: `forward of layers.3.mlp`."""
@@ -144,11 +159,34 @@ class Place(Shown):
             "module": self.module,
             "call": self.call,
             "line": self.line,
+            "framework_line": self.framework_line,
             "graph": self.graph,
             "thread": self.thread,
             "certainty": str(self.certainty),
             "param": self.param,
         }
+
+
+# -- lines as a box stores them --------------------------------------------------------------------
+
+
+def stored_line(line: str, framework_line: str | None) -> str:
+    """The text of a box for both lines, so that one id stands for both."""
+    return line if framework_line is None else f"{line}{_LINE_SEPARATOR}{framework_line}"
+
+
+def line_fields(stored: str | None) -> dict[str, Any]:
+    """The fields `line` and `framework_line` of a `Place`, from the text of a box."""
+    line, separator, framework_line = (stored or "").partition(_LINE_SEPARATOR)
+    return {
+        "line": line if stored is not None else None,
+        "framework_line": framework_line if separator else None,
+    }
+
+
+def line_text(stored: str) -> str:
+    """The text of a box for display, as `Place.full_line`."""
+    return stored.replace(_LINE_SEPARATOR, ", in ")
 
 
 def unknown_place(rank: int = -1) -> Place:

@@ -33,6 +33,11 @@ def ranks_phrase(ranks: Collection[int], *, most: int | None = 12) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks, most=most)}"
 
 
+def watched_phrase(count: int, world_size: int) -> str:
+    """How many ranks of a job have data: `2 of 8 ranks are watched`."""
+    return f"{count} of {world_size} ranks {'is' if count == 1 else 'are'} watched"
+
+
 def ranks_to_text(ranks: Iterable[int]) -> str:
     """Ranks in the given order, runs with equal steps folded: `0-3`, `0-12:4, 1`."""
     runs: list[list[int]] = []  # first, last, step, count

@@ -19,6 +19,7 @@ from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.results import Shown, Tabular
 from torchwhere.diagnose.clocks.host_clocks import align_hosts
 from torchwhere.diagnose.device_time.job import JobDeviceTimes, device_times_of
+from torchwhere.diagnose.step_parts import JobStepParts, step_parts_of
 
 STEPS = PhaseKey((), True)
 
@@ -114,6 +115,7 @@ class Phases(Shown, Tabular):
         steps: For each rank, all steps as one phase; `count` leaves out the running step.
         remarks: Sentences about missing or uncertain data.
         device: The time of each step on the devices; None if no box has it.
+        parts: The parts of the last steps, which need no phases; None if no box has them.
 
     Example:
         phases = torchwhere.phases("run/")
@@ -124,6 +126,7 @@ class Phases(Shown, Tabular):
     steps: dict[int, PhaseTimes]
     remarks: tuple[str, ...] = ()
     device: JobDeviceTimes | None = None
+    parts: JobStepParts | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -178,6 +181,7 @@ class Phases(Shown, Tabular):
             "steps": {str(rank): times.to_dict() for rank, times in self.steps.items()},
             "phases": [row.to_dict() for row in self.rows],
             "remarks": list(self.remarks),
+            **({"parts": self.parts.to_dict()} if self.parts is not None else {}),
             **({"device": self.device.to_dict()} if self.device is not None else {}),
         }
 
@@ -192,14 +196,16 @@ def phases(run: BoxRun, *, ranks: set[int] | None = None) -> Phases:
         if ranks is None or rank in ranks:
             sums[rank] = phase_sums(box), last_ns(box)
             has_device |= bool(device_lanes(box))
-    phase_table = table(sums)
-    if not has_device:
-        return phase_table
 
     def boxes() -> Iterator[Box]:
         return (box for _, box in run.in_order())
 
-    return replace(phase_table, device=device_times_of(boxes, clocks=align_hosts(run), ranks=ranks))
+    clocks = align_hosts(run)
+    return replace(
+        table(sums),
+        parts=step_parts_of(boxes, clocks=clocks, ranks=ranks),
+        device=device_times_of(boxes, clocks=clocks, ranks=ranks) if has_device else None,
+    )
 
 
 def table(sums: Mapping[int, tuple[Mapping[PhaseKey, PhaseSum], int]]) -> Phases:

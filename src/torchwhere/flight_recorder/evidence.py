@@ -55,7 +55,7 @@ def with_evidence(
     if verdict.kind not in (*_ASKED_FOR, VerdictKind.DEAD):
         return verdict
     if may_ask and verdict.kind in _ASKED_FOR:
-        _ask(boxes)
+        ask_for_dumps(boxes)
     files = find_dumps(boxes, folder)
     if not files:
         return verdict
@@ -73,16 +73,16 @@ def with_evidence(
 # -- finding ---------------------------------------------------------------------------------------
 
 
-def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path) -> dict[int, Path]:
-    """The dumps of this job by rank: where its processes write them, or beside the boxes. Leaves
-    out those older than the job."""
+def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path | None) -> dict[int, Path]:
+    """The dumps of this job by rank: where its processes write them, or in the folder of the boxes.
+    Leaves out those older than the job."""
     starts = (box.meta.get("started_ns") for box in boxes.values())
     began_ns = min((start for start in starts if isinstance(start, int)), default=0)
     dumps: dict[int, Path] = {}
-    for name in _names(folder):
-        match = _BESIDE.fullmatch(name)
-        if match is not None and (folder / name).is_file():
-            dumps[int(match[1])] = folder / name
+    for path in _files(folder) if folder is not None else ():
+        match = _BESIDE.fullmatch(path.name)
+        if match is not None and path.is_file():
+            dumps[int(match[1])] = path
     for rank, box in boxes.items():
         prefix = _setting(box, "dump")
         if prefix is not None:
@@ -94,9 +94,9 @@ def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path) -> dict[int, Pat
     }
 
 
-def _names(folder: Path) -> list[str]:
+def _files(folder: Path) -> list[Path]:
     try:
-        return [name for name in os.listdir(folder) if not name.startswith(".")]
+        return [folder / name for name in os.listdir(folder) if not name.startswith(".")]
     except OSError:
         return []
 
@@ -119,9 +119,13 @@ def _written_ns(path: Path) -> int:
 # -- asking ----------------------------------------------------------------------------------------
 
 
-def _ask(boxes: Mapping[int, BoxOrSummary]) -> None:
-    """Ask the ranks of this host to write a dump, unless they have written one since they stalled;
-    wait for the files."""
+def ask_for_dumps(boxes: Mapping[int, BoxOrSummary], *, since_ns: int | None = None) -> None:
+    """Ask the ranks of this host to write a dump, and wait for the files.
+
+    Args:
+        boxes: The ranks.
+        since_ns: Leave out ranks with a dump since this time; by default, since they stalled.
+    """
     host = socket.gethostname()
     asked: dict[Path, int] = {}  # the time of the previous dump
     for rank, box in boxes.items():
@@ -130,7 +134,8 @@ def _ask(boxes: Mapping[int, BoxOrSummary]) -> None:
             continue
         dump = Path(f"{prefix}{rank}")
         before = _written_ns(dump)
-        if before < box.last_ns and len(asked) < _MOST and _write(Path(f"{pipe}{rank}.pipe")):
+        newest_ns = box.last_ns if since_ns is None else since_ns
+        if before < newest_ns and len(asked) < _MOST and _write(Path(f"{pipe}{rank}.pipe")):
             asked[dump] = before
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline and not all(

@@ -14,6 +14,7 @@ from torchwhere.core.place import Pass
 LARGEST = 1 << 62
 _TEXTS = ("op", "raw_op", "group", "dtype", "reduce_op", "api")
 PASSES = {pass_.label: pass_ for pass_ in Pass if pass_ is not Pass.SHAPE_INFERENCE}
+_PLACE_TEXTS = ("module", "line", "framework_line")  # older dumps lack the last one
 _MOST_TEXT = 4096
 
 
@@ -61,7 +62,7 @@ def own_call(value: Any) -> dict[str, Any] | None:
 def _is_place(value: dict[str, Any]) -> bool:
     return (
         value.get("pass") in PASSES
-        and all(_is_optional_text(value.get(name)) for name in ("module", "line"))
+        and all(_is_optional_text(value.get(name)) for name in _PLACE_TEXTS)
         and all(is_optional_number(value.get(name)) for name in ("step", "call"))
     )
 

@@ -20,7 +20,7 @@ from torchwhere.blackbox.box import SIGNATURE_KEYS, Box, Cursor
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, NO_STEP, EntryType
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
-from torchwhere.core.place import Place
+from torchwhere.core.place import Place, stored_line
 from torchwhere.diagnose.dump_progress import MessageCount, MessageStream, PendingCall
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
 from torchwhere.flight_recorder.own_entries import (
@@ -235,7 +235,8 @@ class _Converter:
         record["call"] = NO_CALL if own["call"] is None else own["call"]
         record["pass"] = int(PASSES[own["pass"]])
         record["module"] = self._id(EntryType.MODULE, module) if module is not None else 0
-        record["line"] = self._id(EntryType.LINE, line) if line else 0
+        stored = stored_line(line, own.get("framework_line")) if line else ""
+        record["line"] = self._id(EntryType.LINE, stored) if stored else 0
         record["beneficiary"] = (
             self._id(EntryType.BENEFICIARY, json.dumps(beneficiary))
             if beneficiary is not None
@@ -362,6 +363,7 @@ class _Converter:
                 rank=self.dump.rank,
                 pass_=own["pass"],
                 **{name: own[name] for name in names},
+                framework_line=own.get("framework_line"),
                 thread="MainThread",
             )
             self.box.dump_cursors.append(Cursor(place, int(own["t_ns"]), None, 0))

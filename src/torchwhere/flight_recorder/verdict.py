@@ -45,7 +45,12 @@ def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) ->
     Example:
         print(consult_dumps("dumps/"))
     """
-    run = read_dumps(folder, on_progress=on_progress)
+    return diagnose_dumps(read_dumps(folder, on_progress=on_progress))
+
+
+def diagnose_dumps(run: Dumps) -> Verdict:
+    """Diagnose dumps that were just read. Raises `TorchwhereError` if none can be used."""
+    folder = run.folder
     if not any(len(box.records) or box.status for box in run.dumps.values()):
         raise TorchwhereError(f"the dumps in {folder} have no entries. {_WHY_EMPTY}")
     verdict = _diagnosed(run)

@@ -159,6 +159,11 @@ class Nvml:
             ecc_at_start=self._ecc(handle),
         )
 
+    def processes(self, gpu: Gpu) -> list[int]:
+        """The processes that use a GPU. In a container, NVML gives the numbers of the host."""
+        listed = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handles[gpu.uuid])
+        return [int(process.pid) for process in listed or ()]
+
     def _instances(self, handle: Any) -> tuple[str, ...]:
         """The UUIDs of the MIG instances: CUDA gives a rank the UUID of its instance."""
         nvml, ask = self._nvml, self._ask

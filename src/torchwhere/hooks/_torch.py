@@ -91,6 +91,12 @@ NAMES = {
         "every backward() and grad() calls it: the one place where a backward begins and ends",
         "the cursor does not show backward, exceptions in backward get no note",
     ),
+    "loader_iterator": Private(
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "parts of a step",
+        "the iterator of every `DataLoader`: the job loads data while its `__next__` runs",
+        "the time in which the job loads data counts as `other`",
+    ),
     "device_stats": Private(
         "torch._C._accelerator_getDeviceStats",
         "device memory",

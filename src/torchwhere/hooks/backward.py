@@ -144,7 +144,7 @@ class BackwardHook:
         handles = self._announce(outputs, track) if create_graph else []
         frame = python_stack.caller(1)
         looked = python_stack.read(frame)
-        line = self._locator.line_id(looked.file, looked.line)
+        line = self._locator.line_id(looked)
         if below != BACKWARD_PLACE:
             # cleared first: another thread may find something new meanwhile
             self._passes.is_paused = False
@@ -171,7 +171,8 @@ class BackwardHook:
         words, cursor = self._box.words, track.cursor
         words[cursor] = packed
         words[cursor + CURSOR_LINE] = line
-        words[cursor + CURSOR_TIME] = time.monotonic_ns()
+        words[cursor + CURSOR_TIME] = now = time.monotonic_ns()
+        self._box.clock.move_clock(cursor, packed, now)
 
     def _announce(self, outputs: Any, track: Track) -> list[Any]:
         """Make every node of this graph log its module when it runs, for the nodes that it

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_CAP_BYTES = 25 << 20
 _MOST_LOOKS = 8  # buckets that are not rebuilt after so many backwards are never rebuilt
+_MOST_SKIPS = 64  # backwards of other threads, until an instance without a look is given up
 _FIRST_BUCKET_BYTES = 1 << 20  # with the default cap: a small first bucket starts early
 
 
@@ -64,8 +66,10 @@ class Reducer:
     """One DDP instance: its parameters, the possible plans of its buckets, and the progress of a
     backward."""
 
-    def __init__(self, ddp: Any, names: NameTable, progress: Any) -> None:
+    def __init__(self, ddp: Any, names: NameTable, progress: Any, *, thread: int) -> None:
         self.progress = progress
+        self._thread = thread  # the one that called it first
+        self._skips_left = _MOST_SKIPS
         self._ddp = weakref.ref(ddp)
         self._names = names
         self._params = list(_reduced(ddp))
@@ -76,10 +80,15 @@ class Reducer:
         """Read the buckets from DDP's logger, until they are final.
 
         Call it before a backward, never inside: the logger waits for a lock that the reducer holds
-        while it launches a bucket.
+        while it launches a bucket. Another thread may be in a backward of this instance, and may
+        wait for the calling thread there, so only the thread of the instance looks.
         """
         ddp = self._ddp()
         if ddp is None or not self.looks_left:
+            return
+        if threading.get_ident() != self._thread:
+            self._skips_left -= 1
+            self.looks_left = self.looks_left if self._skips_left else 0
             return
         self.looks_left -= 1
         self.progress.forget()
@@ -195,7 +204,7 @@ class Reducers:
         # Modules that were called and are or have DDP instances, until the next backward begins: a
         # first call must not wait for a list of all parameters, and `replicate()` creates its
         # instance in the first forward.
-        self._waiting: list[weakref.ref[nn.Module]] = []
+        self._waiting: list[tuple[weakref.ref[nn.Module], int]] = []  # each with its thread
         self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
         self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
 
@@ -205,12 +214,13 @@ class Reducers:
         if isinstance(module, nn.parallel.DistributedDataParallel) or (
             replicated is not None and isinstance(module, replicated)
         ):
-            self._waiting.append(weakref.ref(module))
+            self._waiting.append((weakref.ref(module), threading.get_ident()))
 
-    def _add(self, ddp: nn.Module) -> None:
+    def _add(self, ddp: nn.Module, *, thread: int) -> None:
         key = id(ddp)
         if key not in self._reducers:
-            reducer = self._reducers[key] = Reducer(ddp, self._names, self._make_progress())
+            reducer = Reducer(ddp, self._names, self._make_progress(), thread=thread)
+            self._reducers[key] = reducer
             self._alive[key] = weakref.ref(ddp, partial(self._forget, key))
             for param in reducer.params():
                 self._of_param[id(param)] = reducer
@@ -238,13 +248,13 @@ class Reducers:
 
     def _add_waiting(self) -> None:
         called, self._waiting = self._waiting, []
-        for ref in called:
+        for ref, thread in called:
             module = ref()
             ddp = None if module is None else _instance(module)
             if ddp is not None:
-                self._add(ddp)
+                self._add(ddp, thread=thread)
             elif module is not None:
-                self._waiting.append(ref)
+                self._waiting.append((ref, thread))
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket whose gradients `tensor` carries, if DDP's reducer launches it now on this

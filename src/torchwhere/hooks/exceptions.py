@@ -83,14 +83,15 @@ class ExceptionHook:
                 self.errors(own)
 
     def _tell(self, error: BaseException, track: Track, place_ids: PlaceIds) -> None:
-        user_line = python_stack.deepest_user_line(error.__traceback__)
-        # raised in torch: the exception has not reached the user's frame yet
-        if user_line is None:
-            looked = python_stack.read(python_stack.caller(1))
-            user_line = (looked.file, looked.line) if looked.file is not None else None
+        raised_at = python_stack.read_traceback(error.__traceback__)
+        # raised in a library: the exception has not reached the user's frame yet
+        if raised_at.file is None:
+            framework = raised_at.framework
+            raised_at = python_stack.read(python_stack.caller(1))
+            raised_at.framework = framework or raised_at.framework
         line = None
-        if user_line is not None:
-            line = python_stack.shortened(*user_line, folder=self._locator.folder)
+        if raised_at.file is not None:
+            line = raised_at.stored_line(folder=self._locator.folder)
         self._report(error, track, place_ids, line)
 
     def _place_ids_in_backward(self, error: BaseException, track: Track, outputs: Any) -> PlaceIds:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torchwhere.native.load import NativeExtension
 
 _MOST_CODES = 1 << 12  # code objects learned; Python records calls from further ones
+_SITE_SHIFT = 48  # as in `fast_path.h`: an address has fewer bits
+_MOST_SITES = 1 << 15
 _NONE: tuple[str, ...] = ()
 
 
@@ -86,18 +88,37 @@ class _Learning(FastPath):
     _codes: dict[int, CodeType]  # by their ids; referenced, so that the ids stay unique
     _lines: Any
     _names: dict[str, int]
+    _sites: dict[int, int]  # numbers of instructions of frameworks
 
     def learn_line(self, frame: FrameType | None, line: int) -> None:
         frames = python_stack.frames_to_user(frame)
-        if frames and line and len(self._codes) + len(frames) <= _MOST_CODES:
+        has_room = len(self._sites) < _MOST_SITES
+        if frames and line and has_room and len(self._codes) + len(frames) <= _MOST_CODES:
             *between, users = frames
             self._codes |= {id(passed.f_code): passed.f_code for passed in frames}
+            site = 0
             for passed in between:
-                self._lines[id(passed.f_code)] = 0
-            self._lines[id(users.f_code) + 1 + users.f_lasti] = line
+                is_framework = python_stack.is_framework(passed.f_code)
+                self._lines[id(passed.f_code)] = int(is_framework)
+                if is_framework and not site:
+                    site = self._framework_site(passed)
+            self._lines[(site << _SITE_SHIFT) + _instruction(users)] = line
+
+    def _framework_site(self, frame: FrameType) -> int:
+        """The number, from 1, of an instruction of a framework."""
+        key = _instruction(frame)
+        if key not in self._sites:
+            self._sites[key] = self._lines[key] = len(self._sites) + 1
+        return self._sites[key]
 
     def learn_name(self, name: str, entry: int) -> None:
         self._names[name] = entry
+
+
+def _instruction(frame: FrameType) -> int:
+    """A key for the instruction that a frame has reached. A code object is longer than its
+    instructions, so it is unique, and not the id of any code object."""
+    return id(frame.f_code) + 1 + frame.f_lasti
 
 
 @cache
@@ -105,7 +126,7 @@ def _type_of(native: NativeExtension) -> type[extension.FastPath]:
     return type(
         "NativeFastPath",
         (native.FastPath, _Learning),
-        {"__slots__": ("_codes", "_lines", "_names")},
+        {"__slots__": ("_codes", "_lines", "_names", "_sites")},
     )
 
 
@@ -131,4 +152,5 @@ def make_fast_path(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]
         int(Kind.STEP_BEGIN),
     )
     fast_path._codes, fast_path._lines, fast_path._names = {}, lines, names
+    fast_path._sites = {}
     return cast(FastPath, fast_path)

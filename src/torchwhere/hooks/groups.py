@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.string_table import Group
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 
@@ -50,6 +51,7 @@ class WatchedGroup:
     ranks: list[int]
     backend: str
     mesh_dim: str | None
+    title: str  # as all views name it
     entry: int = 0  # id in the table
     # ids of signatures in the table, by the facts that they hold
     signatures: dict[Any, int] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class WatchedGroups:
         dims = _mesh_dims()
         for group in list(self._groups.values()):
             if group.mesh_dim != dims.get(group.name, group.mesh_dim):
-                group.mesh_dim = dims[group.name]
+                group.mesh_dim = group.title = dims[group.name]
                 self._box.intern(EntryType.GROUP, json.dumps(group.to_dict()))
 
     def finish(self) -> None:
@@ -138,6 +140,7 @@ class WatchedGroups:
             ranks=_ranks(pg),
             backend=_backend(pg),
             mesh_dim=_mesh_dim(pg.group_desc),
+            title=Group(pg.group_name, (), pg.group_desc, None, _mesh_dim(pg.group_desc)).title,
         )
         group.entry = self._box.intern(EntryType.GROUP, json.dumps(group.to_dict()))
         counted = _counted_so_far(pg, group.backend)

@@ -22,8 +22,9 @@ from torchwhere.blackbox.file_format import (
     EntryType,
 )
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.core.place import Certainty, Pass, Place
+from torchwhere.core.place import Certainty, Pass, Place, line_fields
 from torchwhere.hooks import _torch, python_stack
+from torchwhere.hooks.python_stack import FrameworkFrame, Stack
 from torchwhere.hooks.threads import FIRST_MODULE_PLACE, OPTIMIZER_PLACE, Threads, Track, pass_of
 from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
 from torchwhere.model.module_names import NameTable, owner
@@ -63,7 +64,7 @@ class Locator:
         self._task_id = _torch.private("graph_task_id") or (lambda: -1)
         self._node = _torch.private("current_node") or (lambda: None)
         self._texts: dict[int, str] = {}
-        self._lines: dict[tuple[str, int], int] = {}
+        self._lines: dict[tuple[str, int, FrameworkFrame | None], int] = {}
         self._params: dict[tuple[str, int], PlaceIds] = {}
 
     # -- numbers -----------------------------------------------------------------------------------
@@ -152,26 +153,22 @@ class Locator:
     def text_of(self, entry_id: int) -> str | None:
         return self._texts.get(entry_id)
 
-    def line_id(self, file: str | None, line: int) -> int:
-        if file is None:
+    def line_id(self, stack: Stack) -> int:
+        """The id of the user's line, with the framework's line that it has called."""
+        if stack.file is None:
             return 0
-        entry_id = self._lines.get((file, line))
+        key = (stack.file, stack.line, stack.framework)
+        entry_id = self._lines.get(key)
         if entry_id is None:
-            text = python_stack.shortened(file, line, folder=self.folder)
-            entry_id = self._lines[file, line] = self._keep(
-                self._box.intern(EntryType.LINE, text), text
-            )
+            text = stack.stored_line(folder=self.folder)
+            entry_id = self._lines[key] = self._keep(self._box.intern(EntryType.LINE, text), text)
         return entry_id
 
     # -- a whole place -----------------------------------------------------------------------------
 
     def place(self, track: Track, frame: FrameType | None, *, rank: int, step: int) -> Place:
         place_ids, looked = self.place_ids(track), python_stack.read(frame)
-        line = (
-            python_stack.shortened(looked.file, looked.line, folder=self.folder)
-            if looked.file
-            else None
-        )
+        line = looked.stored_line(folder=self.folder) if looked.file else None
         return self.place_of_ids(
             place_ids, track, rank=rank, step=step, line=line, graph=looked.graph
         )
@@ -193,7 +190,7 @@ class Locator:
             pass_=Pass(place_ids.pass_).label,
             module=module,
             call=None if module is None or place_ids.call == NO_CALL else place_ids.call,
-            line=line,
+            **line_fields(line),
             graph=graph,
             thread=track.name,
             certainty=_certainty(place_ids.flags),

@@ -53,6 +53,7 @@ class SlowPath(NamedTuple):
     on_error: Callable[[BaseException, Track], None]
     here: Callable[[], Track]
     errors: ErrorLimiter
+    moves: Callable[[int, int, int], None]  # times the parts of a step
 
 
 class Wrapper(NamedTuple):
@@ -132,6 +133,8 @@ def make_python_wrapper(
             cursor = track.cursor
             words[cursor] = packed
             words[cursor + cursor_time] = t_ns = now()
+            if below < first_module:
+                rare.moves(cursor, packed, t_ns)
             if emit is not None and packed != below:
                 number = packed & call_mask if not packed & recompute else track.call_of(packed)
                 emit(enter_kind, t_ns, packed, number, track.number)
@@ -161,6 +164,8 @@ def make_python_wrapper(
                 track.count += 1
                 words[cursor] = below
                 words[cursor + cursor_time] = t_ns
+                if below < first_module:
+                    rare.moves(cursor, below, t_ns)
             except Exception as error:
                 rare.errors(error)
 

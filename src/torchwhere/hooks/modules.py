@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, NO_CALL, PASS_SHIFT
@@ -177,7 +178,12 @@ class ModuleHook:
     def _make_wrapper(self) -> Wrapper:
         threads, box = self._locator.threads, self._box
         rare = SlowPath(
-            self._original, self._enter_slowly, self._on_error, threads.here, self.errors
+            self._original,
+            self._enter_slowly,
+            self._on_error,
+            threads.here,
+            self.errors,
+            _torch.unseen(box.clock.move_clock),
         )
         if box.native is not None:
             return self._make_native_wrapper(rare)
@@ -230,6 +236,8 @@ class ModuleHook:
         if base == _TRANSPARENT:
             return below
         is_wrapper, base = base < 0, abs(base)
+        if below < FIRST_MODULE_PLACE:
+            self._box.clock.set_evaluation(track.cursor, _evaluates(module))
         if below >= FIRST_MODULE_PLACE:
             if below & RECOMPUTE_BIT:
                 return base | below & INHERITED
@@ -280,6 +288,11 @@ class ModuleHook:
         self._bases.pop(key, None)
         self._refs.pop(key, None)
         self._wrappers.pop(key, None)
+
+
+def _evaluates(module: nn.Module) -> bool:
+    """Whether a module is in evaluation mode, and computes no gradients."""
+    return not torch.is_grad_enabled() and getattr(module, "training", True) is False
 
 
 PIPELINING = "torch.distributed.pipelining.stage"

@@ -27,6 +27,7 @@ from torchwhere.blackbox.phase_sums import (
     PhaseKey,
     PhaseSum,
 )
+from torchwhere.blackbox.step_clock import PART_BY_NAME
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.hooks import _torch, python_stack
@@ -93,7 +94,18 @@ def _type_of_steps(native: NativeExtension | None) -> type[PhaseNode]:
 class OpenPhase:
     """A phase that has begun and not ended."""
 
-    __slots__ = ("entry", "graph", "line", "name", "node", "outer", "place_ids", "t_ns", "track")
+    __slots__ = (
+        "entry",
+        "graph",
+        "is_part",
+        "line",
+        "name",
+        "node",
+        "outer",
+        "place_ids",
+        "t_ns",
+        "track",
+    )
 
     def __init__(
         self,
@@ -106,6 +118,7 @@ class OpenPhase:
         line: int,
         graph: int,
         t_ns: int,
+        is_part: bool,
     ) -> None:
         self.name = name
         self.entry = entry  # id of the name
@@ -116,6 +129,7 @@ class OpenPhase:
         self.line = line
         self.graph = graph
         self.t_ns = t_ns
+        self.is_part = is_part  # whether its time counts as a part of the step
 
 
 _innermost: ContextVar[OpenPhase | None] = ContextVar("torchwhere_phase", default=None)
@@ -170,7 +184,13 @@ class PhaseRecorder:
             place_ids, (line, graph) = locator.place_ids(track), self._line(locator, frame)
             entry = node.entry if node.name == name else box.intern(EntryType.PHASE, name)
             now, words = monotonic_ns(), box.words
-            _innermost.set(OpenPhase(name, entry, node, outer, track, place_ids, line, graph, now))
+            part = PART_BY_NAME.get(name)
+            is_part = part is not None and box.clock.begin_part(track.cursor, part)
+            # fmt: off
+            _innermost.set(OpenPhase(
+                name, entry, node, outer, track, place_ids, line, graph, now, is_part
+            ))
+            # fmt: on
             if node.lock is None:
                 self._open(node, now)
             else:
@@ -202,6 +222,8 @@ class PhaseRecorder:
             now, place_ids, words = monotonic_ns(), phase.place_ids, box.words
             took = now - phase.t_ns
             node = phase.node
+            if phase.is_part:
+                box.clock.end_part()
             if node.lock is None:
                 self._add(node, took, phase.t_ns)
             else:
@@ -257,7 +279,7 @@ class PhaseRecorder:
                 if looked.graph and self._box is not None
                 else 0
             )
-            line_and_graph = locator.line_id(looked.file, looked.line), graph
+            line_and_graph = locator.line_id(looked), graph
             if code is not None and code.co_filename == looked.file and looked.graph != "?":
                 if len(self._lines) >= _MOST_LINES:
                     self._lines.clear()

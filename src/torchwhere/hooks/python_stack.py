@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from torchwhere.core.framework_path import framework_path
+from torchwhere.core.place import stored_line
 from torchwhere.hooks import _torch
 
-_USER, _LIBRARY, _TORCH = 1, 2, 3
+_USER, _LIBRARY, _TORCH, _FRAMEWORK = 1, 2, 3, 4
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH_HOME = os.path.dirname(os.path.dirname(os.path.abspath(nn.__file__))) + os.sep
 _LIBRARIES = tuple(
@@ -47,7 +49,8 @@ def current_folder() -> str:
 
 
 def _kind(filename: str) -> int:
-    """Whether a file belongs to the user, to a library or to torch. Cached by file."""
+    """Whether a file belongs to the user, to torch, to a framework or to another library. Cached by
+    file."""
     kind = _LIBRARY
     if (
         filename.startswith((_HERE, _TORCH_HOME, "<eval_with_key>", "<frozen"))
@@ -55,6 +58,8 @@ def _kind(filename: str) -> int:
         or "torchinductor_" in filename
     ):
         kind = _TORCH
+    elif framework_path(filename) is not None:
+        kind = _FRAMEWORK
     elif not filename.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in filename:
         kind = _USER
     _kinds[filename] = kind
@@ -64,6 +69,11 @@ def _kind(filename: str) -> int:
 def is_users(filename: str) -> bool:
     """Whether a file is the user's own: not part of torch, torchwhere or an installed package."""
     return (_kinds.get(filename) or _kind(filename)) == _USER
+
+
+def is_torchs(filename: str) -> bool:
+    """Whether a file is part of torch or torchwhere, or was made by torch."""
+    return (_kinds.get(filename) or _kind(filename)) == _TORCH
 
 
 # Finds the module whose parameters a collective moves in the variables of a frame of torch.
@@ -147,12 +157,16 @@ def forget() -> None:
     _codes.clear()
 
 
+FrameworkFrame = tuple[str, int, str]  # file, line, function
+
+
 @dataclass(slots=True)
 class Stack:
     """The facts of one stack."""
 
     file: str | None = None
     line: int = 0
+    framework: FrameworkFrame | None = None  # the innermost one that the user's line has called
     graph: str | None = None
     unit: nn.Module | None = None
     api: str | None = None  # the function of torch.distributed that the user, or torch, called
@@ -160,12 +174,21 @@ class Stack:
     # of the innermost frame that has a DDP `bucket` or ZeRO `params` as argument
     variables: dict[str, Any] | None = None
 
+    def stored_line(self, *, folder: str) -> str:
+        """The user's line and the framework's line, as a box stores them."""
+        line, framework_line = shortened(self.file or "?", self.line, folder=folder), None
+        if self.framework is not None:
+            file, number, function = self.framework
+            framework_line = f"{framework_path(file)}:{number} {function}"
+        return stored_line(line, framework_line)
+
 
 def read(frame: FrameType | None) -> Stack:
     """Walk from `frame` outwards to the first frame of the user's own code. About 0.2 us a
     frame."""
     stack = Stack()
     library: FrameType | None = None
+    framework: FrameType | None = None
     while frame is not None:
         code = frame.f_code
         key = id(code)
@@ -174,15 +197,28 @@ def read(frame: FrameType | None) -> Stack:
             _add(stack, facts, frame)
             if facts.kind == _USER:
                 stack.file, stack.line = code.co_filename, frame.f_lineno
+                if framework is not None:
+                    stack.framework = _framework_frame(framework.f_code, framework.f_lineno)
                 if _is_in_join(frame):
                     stack.is_shadow = True
                 return stack
-            if facts.kind == _LIBRARY and library is None:
-                library = frame
+            if facts.kind != _TORCH:
+                library = library or frame
+                if framework is None and facts.kind == _FRAMEWORK:
+                    framework = frame
         frame = frame.f_back
     if library is not None:
         stack.file, stack.line = library.f_code.co_filename, library.f_lineno
     return stack
+
+
+def _framework_frame(code: CodeType, line: int) -> FrameworkFrame:
+    return code.co_filename, line, code.co_name
+
+
+def is_framework(code: CodeType) -> bool:
+    """Whether code belongs to a framework, see `framework_path`."""
+    return (_kinds.get(code.co_filename) or _kind(code.co_filename)) == _FRAMEWORK
 
 
 def frames_to_user(frame: FrameType | None) -> list[FrameType] | None:
@@ -272,15 +308,18 @@ def shortened(file: str, line: int, *, folder: str) -> str:
     return f"{file}:{line}"
 
 
-def deepest_user_line(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """The innermost line of the user's own code in a traceback."""
-    line = None
+def read_traceback(traceback: TracebackType | None) -> Stack:
+    """The innermost line of the user's own code in a traceback, and the innermost frame of a
+    framework that it has called."""
+    stack = Stack()
     while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if is_users(filename):
-            line = filename, traceback.tb_lineno
+        code = traceback.tb_frame.f_code
+        if is_users(code.co_filename):
+            stack = Stack(code.co_filename, traceback.tb_lineno)
+        elif is_framework(code):
+            stack.framework = _framework_frame(code, traceback.tb_lineno)
         traceback = traceback.tb_next
-    return line
+    return stack
 
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')

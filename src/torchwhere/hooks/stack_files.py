@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from types import FrameType
 
-from torchwhere.blackbox.file_names import STALL_MARK
+from torchwhere.blackbox.file_names import STACK_IN_MEMORY, STALL_MARK
 from torchwhere.native.load import NativeExtension
 
 _MOST_FRAMES = 64
@@ -119,6 +119,17 @@ class Faults:
                 self._native.terminate_end()
             self._file.close()
             self._file = None
+
+    def abandon_in_fork(self) -> None:
+        """Release handlers and file in a forked child. The child still answers the signal, with
+        the stacks of its own threads, into a file in memory: it may be a worker that its parent
+        waits for."""
+        number = self.signal
+        self.abandon()
+        if number is not None:
+            with contextlib.suppress(OSError):
+                file = os.memfd_create(f"{STACK_IN_MEMORY}{number}")
+                faulthandler.register(number, file, all_threads=True, chain=False)
 
     def _is_in_use(self) -> bool:
         """Whether the fault handler still writes to our file. It has no function that says so, but

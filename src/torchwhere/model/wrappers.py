@@ -11,30 +11,27 @@ import gc
 
 from torch import nn
 
-# The qualified name of a wrapper's class, and the attribute that holds the wrapped module.
+# The name of a wrapper's class: its package, and the attribute that holds the wrapped module. The
+# module of the class is not compared: releases move classes, and some of the modules are private.
 _WRAPPERS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-    "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
-        "_fsdp_wrapped_module"
-    ),
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
-        "_checkpoint_wrapped_module"
-    ),
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
-    "lightning.fabric.wrappers._FabricModule": "_forward_module",
-    "pytorch_lightning.overrides.base._LightningModuleWrapperBase": "module",
+    "DistributedDataParallel": ("torch", "module"),
+    "DataParallel": ("torch", "module"),
+    "FullyShardedDataParallel": ("torch", "_fsdp_wrapped_module"),
+    "ActivationWrapper": ("torch", "_checkpoint_wrapped_module"),
+    "OptimizedModule": ("torch", "_orig_mod"),
+    "DeepSpeedEngine": ("deepspeed", "module"),
+    "_FabricModule": ("lightning", "_forward_module"),
+    "_LightningModuleWrapperBase": ("pytorch_lightning", "module"),
 }
 # The names that `named_parameters()` returns contain these parts.
-WRAPPER_PARTS = frozenset(_WRAPPERS.values())
+WRAPPER_PARTS = frozenset(attribute for _, attribute in _WRAPPERS.values())
 
 
 def wrapped_key(cls: type) -> str | None:
     """The attribute that holds the wrapped module; None if the class is not a wrapper."""
     for base in cls.__mro__:
-        attribute = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
-        if attribute is not None:
+        package, attribute = _WRAPPERS.get(base.__qualname__, (None, None))
+        if package is not None and str(base.__module__).partition(".")[0] == package:
             return attribute
     return None
 

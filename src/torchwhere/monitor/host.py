@@ -15,6 +15,7 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.processes.look import is_descendant, is_running, look
 from torchwhere.processes.status import ProcessStatus
+from torchwhere.processes.worker_stacks import with_workers
 from torchwhere.snapshots.write import as_saved
 
 _AT_ONCE_S = 0.05  # processes that exit within this time were killed together
@@ -162,7 +163,8 @@ class HostView:
         """Look at the processes of this host and ask these ranks for their stacks."""
         boxes = self.run.summaries if self.run is not None else {}
         own = {rank: boxes[rank] for rank in self.own_ranks() if rank in boxes}
-        statuses = look(own, stacks=[rank for rank in ranks if rank in own])
+        wanted = [rank for rank in ranks if rank in own]
+        statuses = with_workers(look(own, stacks=wanted), own, ranks=wanted)
         self.statuses |= {
             rank: _after(self.statuses.get(rank), status) for rank, status in statuses.items()
         }

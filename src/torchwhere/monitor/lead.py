@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.run import BoxRun, port_of
+from torchwhere.blackbox.run import BoxRun, has_assumed_rank, port_of
 from torchwhere.blackbox.summary import BoxOrSummary
 from torchwhere.core.atomic_file import replace_file
 from torchwhere.core.rank_text import ranks_phrase
@@ -236,7 +236,7 @@ class Lead(SingleHost):
 
     def _ranks_of(self, host: int) -> list[int]:
         snapshot = self._snapshot_of(host)
-        if isinstance(snapshot, InvalidSnapshot):
+        if isinstance(snapshot, InvalidSnapshot) or _has_assumed_ranks(snapshot):
             return []
         return [summary.box_summary.rank for summary in snapshot.batch.rank_summaries]
 
@@ -269,6 +269,11 @@ class Lead(SingleHost):
 
     def _problem(self, host: int, snapshot: HostSnapshot, run: BoxRun) -> str | None:
         """Why a snapshot cannot be used."""
+        if _has_assumed_ranks(snapshot):
+            return (
+                f"the processes of host {snapshot.host} have not called init_process_group, so"
+                " their ranks are unknown"
+            )
         ranks = self._ranks_of(host)
         age_s = time.monotonic() - self._snapshots()[host].at
         if not snapshot.is_last and age_s > max(ANSWER_S, self._stall_s / 2):
@@ -331,6 +336,12 @@ def _is_on_other_host(saved: dict[str, Any] | None) -> bool:
 
 def _job(box: BoxOrSummary) -> tuple[str, Any, str]:
     return box.run[0], box.meta.get("world_size"), port_of(box)
+
+
+def _has_assumed_ranks(snapshot: HostSnapshot) -> bool:
+    """Whether the processes of a snapshot do not know their ranks: their boxes have rank 0 for
+    now."""
+    return any(has_assumed_rank(summary.box_summary) for summary in snapshot.batch.rank_summaries)
 
 
 def _has_alive(snapshot: HostSnapshot) -> bool:

@@ -183,6 +183,7 @@ class Monitor:
             self._end_ranks()
         else:
             self._output.retract_wait(verdict)
+            self._output.print_pause(verdict, stall_s=self.stall_s)
 
     def _end_ranks(self) -> None:
         """Send the signal of `--end-with` to the ranks of this host, once. Remember their workers:
@@ -260,14 +261,19 @@ class Monitor:
     def _save_stacks(self, verdict: Verdict) -> None:
         """Save the stacks of suspects: after their exit they cannot be asked again."""
         statuses = self.host.statuses
-        stacks = {
-            rank: report.stack
+        reports = {
+            rank: report
             for rank, report in verdict.ranks.items()
             if report.stack and rank in statuses
         }
-        for rank, stack in stacks.items():
-            statuses[rank] = replace(statuses[rank], stack=stack, stack_ns=time.time_ns())
-        if stacks:
+        for rank, report in reports.items():
+            statuses[rank] = replace(
+                statuses[rank],
+                stack=report.stack,
+                stack_ns=time.time_ns(),
+                workers=report.workers,
+            )
+        if reports:
             self._save_statuses()
 
     def _save_statuses(self) -> None:

@@ -19,11 +19,11 @@ from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.atomic_file import replace_file
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.render.verdict import verdict_json, verdict_text
-from torchwhere.render.verdict_text.observers import passed_text, wait_over_text
+from torchwhere.render.verdict_text.observers import passed_text, pause_text, wait_over_text
 
-_NOT_WRONG = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
+_NOT_WRONG = NO_FAULT | {VerdictKind.STRAGGLER}
 HISTORY_FILE = "verdicts.jsonl"
 _FILES = ("verdict.txt", "verdict.json", HISTORY_FILE)
 _MAY_PASS = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
@@ -41,6 +41,7 @@ class VerdictOutput:
     print_verdict: Callable[[Verdict], None] | None = None
     print_line: Callable[[str], None] = print_error
     _printed: set[str] = field(default_factory=set)
+    _printed_pauses: set[str] = field(default_factory=set)
     _saved: Verdict | None = None  # the verdict in `verdict.txt`, unless it was withdrawn
 
     def is_new(self, verdict: Verdict) -> bool:
@@ -68,6 +69,8 @@ class VerdictOutput:
             return
         if now.kind not in _NOT_WRONG or now.certainty is Certainty.UNKNOWN:
             return
+        if now.stalled_s is not None:  # the job does not go on yet
+            return
         earlier, self._saved = self._saved, None
         self._printed.clear()  # the same may happen again
         if self.print_verdict is not None:
@@ -78,6 +81,17 @@ class VerdictOutput:
         values = verdict_json(earlier) | {"passed": True}
         self._add_to_history(values)
         self._write(text, values)
+
+    def print_pause(self, verdict: Verdict, *, stall_s: float) -> None:
+        """Print that a wait of more than `stall_s` is a pause: once for each kind and ranks. It is
+        not a verdict, so that no file and no JSON has it."""
+        paused = verdict.facts.get("paused")
+        if paused is None or (verdict.stalled_s or 0.0) < stall_s or self.print_verdict is not None:
+            return
+        key = f"{paused['activity']} {paused['ranks']}"
+        if key not in self._printed_pauses:
+            self._printed_pauses.add(key)
+            self.print_line(pause_text(verdict))
 
     def set_aside(self, run: BoxRun) -> None:
         """Rename the files of an earlier run in the folder. A restart belongs to the same run."""

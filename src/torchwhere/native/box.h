@@ -11,6 +11,8 @@
 #include <ctime>
 #include <new>
 
+#include "step_clock.h"
+
 namespace torchwhere {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a box is little-endian");
@@ -28,6 +30,7 @@ constexpr int PASS_SHIFT = 32, MODULE_SHIFT = 36;
 constexpr uint64_t PASS_MASK = 0xF, CALL_MASK = 0xFFFFFFFF;
 constexpr int CURSOR_PLACE = 0, CURSOR_TIME = 1, CURSOR_STEP = 2;
 constexpr int CURSOR_LINE = 4, CURSOR_RECORD = 5;
+constexpr uint8_t STEP_TIMES = 25;  // the kind of a record
 constexpr int COUNTER_COUNT = 1, COUNTER_TIME = 2, COUNTER_RECORD = 3;
 
 // zlib's CRC, one byte at a time. This table takes 16 cache lines. A table for eight bytes at a
@@ -70,6 +73,7 @@ struct Box {
   unsigned long long step;
   // The cursor of the main thread, or 0. A thread without a line of its own uses the line there.
   unsigned long long main_cursor;
+  StepClock clock;
   Py_buffer view;
 
   uint64_t put(Record& record) {
@@ -162,6 +166,97 @@ inline PyObject* box_record(Box* self, PyObject* const* args, Py_ssize_t given) 
   return PyLong_FromUnsignedLongLong(self->put(record));
 }
 
+// Writes the times of the parts of a step, and begins the next one.
+inline void put_step_times(
+    Box* box, uint64_t cursor, uint64_t pass, uint64_t thread, uint64_t t_ns) {
+  StepClock& clock = box->clock;
+  clock.add(t_ns);
+  Record record{};
+  uint32_t us[PARTS];
+  for (int part = 0; part < PARTS; ++part) {
+    uint64_t all_us = clock.ns[part] / 1000;
+    us[part] = static_cast<uint32_t>(all_us < 0xFFFFFFFF ? all_us : 0xFFFFFFFF);
+    record.extra += clock.ns[part];
+  }
+  record.kind = STEP_TIMES;
+  record.t_ns = t_ns;
+  record.thread = static_cast<uint8_t>(thread);
+  record.step = static_cast<uint32_t>(box->step);
+  auto* fields = reinterpret_cast<char*>(&record) + offsetof(Record, module);
+  std::memcpy(fields, us + 1, (PARTS - 1) * sizeof(uint32_t));
+  box->put(record);
+  clock.restart(cursor, pass, t_ns);
+}
+
+// Reads ints that Python passes.
+inline bool read_ints(PyObject* const* args, Py_ssize_t given, Py_ssize_t expected, uint64_t* to) {
+  if (given != expected) {
+    PyErr_Format(PyExc_TypeError, "expected %zd ints, not %zd", expected, given);
+    return false;
+  }
+  for (Py_ssize_t at = 0; at < given; ++at) to[at] = PyLong_AsUnsignedLongLong(args[at]);
+  return !PyErr_Occurred();
+}
+
+// start_clock(cursor, place): times this thread from now on.
+inline PyObject* box_start_clock(Box* self, PyObject* const* args, Py_ssize_t given) {
+  uint64_t of[2];
+  if (!read_ints(args, given, 2, of)) return nullptr;
+  self->clock.restart(of[0], of[1] >> PASS_SHIFT & PASS_MASK, now_ns());
+  Py_RETURN_NONE;
+}
+
+// move_clock(cursor, place, t_ns): a thread is at this place from now on.
+inline PyObject* box_move_clock(Box* self, PyObject* const* args, Py_ssize_t given) {
+  uint64_t of[3];
+  if (!read_ints(args, given, 3, of)) return nullptr;
+  self->clock.move(of[0], of[1] >> PASS_SHIFT & PASS_MASK, of[2]);
+  Py_RETURN_NONE;
+}
+
+// begin_part(cursor, part) -> whether it has begun.
+inline PyObject* box_begin_part(Box* self, PyObject* const* args, Py_ssize_t given) {
+  uint64_t of[2];
+  if (!read_ints(args, given, 2, of)) return nullptr;
+  StepClock& clock = self->clock;
+  bool begins = of[0] == clock.cursor && clock.open_part == 0 && of[1] < PARTS;
+  if (begins) {
+    clock.open_part = static_cast<int>(of[1]);
+    clock.add(now_ns());
+  }
+  return PyBool_FromLong(begins);
+}
+
+inline PyObject* box_end_part(Box* self, PyObject*) {
+  self->clock.open_part = 0;
+  self->clock.add(now_ns());
+  Py_RETURN_NONE;
+}
+
+inline void set_evaluation(Box* box, uint64_t cursor, bool whether) {
+  StepClock& clock = box->clock;
+  if (cursor != clock.cursor || clock.is_evaluation == whether) return;
+  clock.is_evaluation = whether;
+  clock.add(now_ns());
+}
+
+// set_evaluation(cursor, whether)
+inline PyObject* box_set_evaluation(Box* self, PyObject* const* args, Py_ssize_t given) {
+  uint64_t of[2];
+  if (!read_ints(args, given, 2, of)) return nullptr;
+  set_evaluation(self, of[0], of[1] != 0);
+  Py_RETURN_NONE;
+}
+
+// end_step(cursor, place, thread): writes the times of a step.
+inline PyObject* box_end_step(Box* self, PyObject* const* args, Py_ssize_t given) {
+  uint64_t of[3];
+  if (!read_ints(args, given, 3, of)) return nullptr;
+  if (self->words == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
+  put_step_times(self, of[0], of[1] >> PASS_SHIFT & PASS_MASK, of[2], now_ns());
+  Py_RETURN_NONE;
+}
+
 template <typename Function>
 PyCFunction method(Function* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -171,10 +266,17 @@ inline PyMethodDef box_methods[] = {
     {"record", method(box_record), METH_FASTCALL, nullptr},
     {"close", method(box_close), METH_NOARGS, nullptr},
     {"abandon", method(box_abandon), METH_NOARGS, nullptr},
+    {"start_clock", method(box_start_clock), METH_FASTCALL, nullptr},
+    {"move_clock", method(box_move_clock), METH_FASTCALL, nullptr},
+    {"begin_part", method(box_begin_part), METH_FASTCALL, nullptr},
+    {"end_part", method(box_end_part), METH_NOARGS, nullptr},
+    {"set_evaluation", method(box_set_evaluation), METH_FASTCALL, nullptr},
+    {"end_step", method(box_end_step), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyMemberDef box_members[] = {
     {const_cast<char*>("step"), T_ULONGLONG, offsetof(Box, step), 0, nullptr},
     {const_cast<char*>("main_cursor"), T_ULONGLONG, offsetof(Box, main_cursor), 0, nullptr},
+    {const_cast<char*>("part"), T_UBYTE, offsetof(Box, clock.part), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 inline PyType_Slot box_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(box_new)},

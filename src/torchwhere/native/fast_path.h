@@ -152,20 +152,32 @@ inline PyObject* fast_path_rest(FastPath* self, PyObject* args) {
 
 // -- can the extension handle it ------------------------------------------------------------------
 
-// Finds the user's line like `python_stack.read`: goes from frame to frame until one is the user's.
-// `lines` has every code object that Python has skipped on this way, by its address, and every
-// instruction of the user where a way ended, by the address of its code plus its offset. A code
-// object is longer than its instructions, so these keys are unique.
+constexpr int SITE_SHIFT = 48;  // an address has fewer bits
+
+// Finds the line like `python_stack.read`: goes from frame to frame until one is the user's.
+// `lines` has every code object that Python has skipped on this way, by its address; the value is
+// 1 if it belongs to a framework, else 0. It has the instruction that the innermost frame of a
+// framework has reached, by the address of its code plus its offset; the value is a number, from
+// 1. And it has every instruction of the user where a way ended, by the same kind of key, with
+// that number in its upper bits. A code object is longer than its instructions, so these keys are
+// unique.
 inline bool line_of(FastPath* self, uint32_t* line) {
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
   Table::Slot* slot = nullptr;
+  uint64_t site = 0;
   while (frame != nullptr) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     auto address = reinterpret_cast<uint64_t>(code);
-    bool is_skipped = self->lines->of.find(address) != nullptr;
-    auto instruction = static_cast<uint64_t>(PyFrame_GetLasti(frame));
-    if (!is_skipped) slot = self->lines->of.find(address + 1 + instruction);
-    PyFrameObject* outer = is_skipped ? PyFrame_GetBack(frame) : nullptr;
+    uint64_t instruction = address + 1 + static_cast<uint64_t>(PyFrame_GetLasti(frame));
+    Table::Slot* skipped = self->lines->of.find(address);
+    bool goes_on = skipped != nullptr;
+    if (!goes_on) slot = self->lines->of.find((site << SITE_SHIFT) + instruction);
+    if (goes_on && site == 0 && skipped->value != 0) {
+      Table::Slot* reached = self->lines->of.find(instruction);
+      goes_on = reached != nullptr;
+      if (goes_on) site = static_cast<uint64_t>(reached->value);
+    }
+    PyFrameObject* outer = goes_on ? PyFrame_GetBack(frame) : nullptr;
     Py_DECREF(code);
     Py_DECREF(frame);
     frame = outer;
@@ -253,6 +265,8 @@ inline void add_step(FastPath* self, uint64_t now) {
 inline void go_to_step(
     FastPath* self, ThreadTrack* track, uint64_t step, uint32_t line, uint64_t now) {
   record_memory(self->box, track->number, track->top, now);
+  put_step_times(
+      self->box, track->cursor, track->top >> PASS_SHIFT & PASS_MASK, track->number, now);
   put(self, track, record_at(self, track, self->step_end_kind, now, line));
   self->box->step = step;
   self->box->words[track->cursor + CURSOR_STEP] = step;

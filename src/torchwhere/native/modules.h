@@ -337,6 +337,7 @@ inline PyObject* calls_enter(Calls* self, PyObject* module) {
   Table::Slot* base = self->bases->of.find(reinterpret_cast<uint64_t>(module));
   if (base == nullptr || base->value == 0) Py_RETURN_NONE;
   if (below < FIRST_MODULE_PLACE && needs_python(self, below)) Py_RETURN_NONE;
+  if (below < FIRST_MODULE_PLACE) set_evaluation(self->box, track->cursor, evaluates(module));
   bool is_wrapper = base->value < 0;  // its call is that of the module inside it
   auto place = static_cast<uint64_t>(is_wrapper ? -base->value : base->value);
   if (below >= FIRST_MODULE_PLACE && below & self->recompute_bit)

@@ -77,7 +77,9 @@ inline void append_to_log(ThreadTrack* track, uint64_t place) {
 }
 
 inline void set_place(ThreadTrack* track, Box* box, uint64_t place, uint64_t t_ns) {
-  leave_place(track->top);
+  leave_place(track->top, place, t_ns);
+  if ((track->top ^ place) >> PASS_SHIFT & PASS_MASK)
+    box->clock.move(track->cursor, place >> PASS_SHIFT & PASS_MASK, t_ns);
   track->top = place;
   uint64_t* cursor = box->words + track->cursor;
   cursor[CURSOR_PLACE] = place;

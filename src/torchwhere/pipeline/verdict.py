@@ -24,12 +24,15 @@ from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run, load_cal
 from torchwhere.diagnose.clocks.host_clocks import HostClocks, align_hosts
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import Finding
-from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.pauses import MOST_ASKED
+from torchwhere.diagnose.doctor.rules.no_fault import Standstill
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.gpus.samples import HostGpus
 from torchwhere.gpus.side_file import read_gpus
-from torchwhere.processes.look import look, merged
+from torchwhere.processes.look import look, merged, saved_stack
 from torchwhere.processes.status import ProcessStatus
+from torchwhere.processes.worker_stacks import with_workers
 from torchwhere.render.verdict_text.assemble import verdict_of
 from torchwhere.render.verdict_text.observers import snapshots_text
 from torchwhere.snapshots.read import (
@@ -45,8 +48,7 @@ SavedStatuses = dict[int, dict[str, Any]]  # process statuses by rank, as a moni
 AskForStacks = Callable[[Sequence[int]], SavedStatuses]  # asks other hosts
 _SILENT_NS = 60_000_000_000  # without a heartbeat of any rank, a job has ended
 _AHEAD_NS = 3_600_000_000_000  # the clock of another host may be this far ahead
-_MOST_SUSPECTS = 16
-_NOT_WRONG = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
+_NOT_WRONG = NO_FAULT | {VerdictKind.STRAGGLER}
 
 
 def diagnose_folder(
@@ -61,7 +63,7 @@ def diagnose_folder(
         verdict = diagnose_run(
             run, saved_statuses(run.folder), stall_s=stall_s, job_calls=job_calls
         )
-        if verdict.kind is not VerdictKind.HEALTHY:
+        if verdict.kind not in NO_FAULT:
             _save(run, verdict)
         return verdict
 
@@ -110,7 +112,8 @@ class _Case:
     def look_at_processes(self, *, stacks: Sequence[int] = ()) -> dict[int, ProcessStatus]:
         """Merge what this host shows with what monitors saved. Ask the ranks of `stacks`."""
         saved = _without_outdated(self.saved, self.job_calls)
-        statuses = merged(look(self.summaries, stacks=stacks), saved)
+        seen = with_workers(look(self.summaries, stacks=stacks), self.summaries, ranks=stacks)
+        statuses = merged(seen, saved)
         return _with_silent_ranks_ended(statuses, self.summaries)
 
     def judge(self, statuses: Mapping[int, ProcessStatus], ask: AskForStacks | None) -> Verdict:
@@ -118,6 +121,10 @@ class _Case:
         now_ns = _last_alive_ns(statuses, self.summaries)
         diagnosis = self._examine(statuses, now_ns, is_suspicion=now_ns is not None)
         if diagnosis.finding.kind in _NOT_WRONG:
+            cause = diagnosis.finding.cause
+            if isinstance(cause, Standstill):  # the stacks that ranks save may show a pause
+                statuses = self._with_stall_stacks(statuses, cause.pause.ranks[:MOST_ASKED])
+                diagnosis = self._examine(statuses, now_ns, is_suspicion=False)
             return verdict_of(diagnosis)
         is_running = False
         if now_ns is not None:
@@ -144,6 +151,19 @@ class _Case:
             gpus=self.gpus,
         )
 
+    def _with_stall_stacks(
+        self, statuses: Mapping[int, ProcessStatus], ranks: Sequence[int]
+    ) -> dict[int, ProcessStatus]:
+        """Add the stacks that stalled ranks have saved. No process is signalled for a pause."""
+        current = dict(statuses)
+        for rank in ranks:
+            if rank in self.run.boxes and rank in current:
+                calls = self.job_calls.by_rank[rank]
+                moved_ns = max(calls.box_summary.last_ns, calls.rank_summary.moved_ns)
+                stack = saved_stack(self.run.summaries[rank].path, moved_ns=moved_ns)
+                current[rank] = replace(current[rank], stack=stack)
+        return current
+
     def _align_clocks(self) -> HostClocks:
         """One clock for all hosts: lateness is measured on it."""
         if self._clocks is None:
@@ -152,7 +172,7 @@ class _Case:
 
     def _suspects(self, finding: Finding) -> list[int]:
         culprits = [rank for rank in finding.culprits if rank in self.run.boxes]
-        return (culprits or list(self.run.boxes))[:_MOST_SUSPECTS]
+        return (culprits or list(self.run.boxes))[:MOST_ASKED]
 
 
 # -- statuses --------------------------------------------------------------------------------------
@@ -193,7 +213,7 @@ def _without_outdated(saved: Mapping[int, dict[str, Any]], job_calls: JobCalls) 
     moved_ns = {rank: summary.last_ns for rank, summary in summaries.items()}
     alive_ns = {rank: max(box.last_ns, box.beat_ns) for rank, box in summaries.items()}
     expiries = (
-        _Expiry("stack_ns", moved_ns, {"stack": [], "stack_ns": None}),
+        _Expiry("stack_ns", moved_ns, {"stack": [], "stack_ns": None, "workers": []}),
         _Expiry("seen_ns", alive_ns, {"state": None}),
         _Expiry("gone_ns", alive_ns, {"alive": None, "gone_ns": None}),
     )
@@ -251,6 +271,8 @@ def _save(run: RunSummary[BoxSummary], verdict: Verdict) -> None:
         return
     for rank, report in verdict.ranks.items():
         if report.stack and rank in statuses:
-            statuses[rank] = replace(statuses[rank], stack=report.stack, stack_ns=read_ns)
+            statuses[rank] = replace(
+                statuses[rank], stack=report.stack, stack_ns=read_ns, workers=report.workers
+            )
     writer.write_seen(run.boxes, statuses)
     writer.write(LazyBoxes(run.boxes, kept=1), read_ns=read_ns, read_at=read_at)

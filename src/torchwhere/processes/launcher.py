@@ -10,9 +10,28 @@ size differs.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+# Programs and modules that start ranks. Under Slurm, or in a pod, they have rank variables too.
+LAUNCHER_PROGRAMS = frozenset(
+    {
+        "accelerate",
+        "accelerate-launch",
+        "accelerate.commands.accelerate_cli",
+        "accelerate.commands.launch",
+        "deepspeed",
+        "deepspeed.launcher.launch",
+        "deepspeed.launcher.runner",
+        "deepspeed.pt",
+        "ds",
+        "fabric",
+        "torch.distributed.launch",
+        "torch.distributed.run",
+        "torchrun",
+    }
+)
 _Names = tuple[str, ...]
 _IDENTITY = ("rank", "world_size")  # launchers that differ here describe different processes
 
@@ -88,6 +107,18 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch:
                 merged, **{name: value for name, value in values if getattr(merged, name) is None}
             )
     return merged
+
+
+def program() -> str:
+    """The name of the script, or with `-m` of the module, that this Python process runs."""
+    arguments: list[str] = getattr(sys, "argv", None) or [""]  # a program may embed Python
+    if arguments[0] == "-m":  # Python has not found the module yet
+        return sys.orig_argv[len(sys.orig_argv) - len(arguments)].removeprefix("-m")
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    return (
+        spec.name.removesuffix(".__main__") if spec is not None else os.path.basename(arguments[0])
+    )
 
 
 def _agree(value: int | None, other: int | None) -> bool:

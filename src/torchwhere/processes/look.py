@@ -71,6 +71,11 @@ def merged(
     return statuses
 
 
+def saved_stack(box: Path, *, moved_ns: int) -> Stack:
+    """The stack that a stalled rank has saved beside its box; empty if it has moved since."""
+    return stall_stack(read_text(stall_file(box)), last_ns=moved_ns)[0]
+
+
 def is_running(pid: int) -> bool:
     stat = _stat(pid)
     return bool(stat) and stat[0] not in _EXITED
@@ -265,7 +270,7 @@ def request_stacks(
     while pending and time.monotonic() < deadline:
         time.sleep(0.02)
         for rank, size in list(pending.items()):
-            stack = _main_thread(read_text(fault_file(boxes[rank].path), start=size))
+            stack = main_thread_stack(read_text(fault_file(boxes[rank].path), start=size))
             if stack:
                 stacks[rank] = stack
                 del pending[rank]
@@ -283,7 +288,7 @@ def crash_stack(text: str) -> tuple[str | None, Stack]:
     current = re.search(r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", threads, re.MULTILINE)
     stack = without_own_frames(_frames(current[1])) if current is not None else ()
     if not stack:
-        reason, stack = f"{reason} {IN_NATIVE_THREAD}", _main_thread(threads)
+        reason, stack = f"{reason} {IN_NATIVE_THREAD}", main_thread_stack(threads)
     return f"{reason}: {uncaught[1].strip()}" if uncaught is not None else reason, stack
 
 
@@ -320,7 +325,7 @@ def _request(box: BoxOrSummary) -> int | None:
     number, pid = box.meta.get("stack_signal"), box.meta.get("pid")
     if not isinstance(number, int) or not isinstance(pid, int):
         return None
-    if box.meta.get("host") != socket.gethostname() or not _catches(pid, number):
+    if box.meta.get("host") != socket.gethostname() or not catches(pid, number):
         return None
     try:
         size = fault_file(box.path).stat().st_size
@@ -330,7 +335,7 @@ def _request(box: BoxOrSummary) -> int | None:
     return size
 
 
-def _catches(pid: int, number: int) -> bool:
+def catches(pid: int, number: int) -> bool:
     """Whether a process handles a signal: without a handler, the signal would kill it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -340,7 +345,7 @@ def _catches(pid: int, number: int) -> bool:
     return caught is not None and bool(int(caught.group(1), 16) >> (number - 1) & 1)
 
 
-def _main_thread(text: str) -> Stack:
+def main_thread_stack(text: str) -> Stack:
     """Stack of the main thread, which the fault handler prints last."""
     blocks = re.split(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", text, flags=re.MULTILINE)
     return without_own_frames(_frames(blocks[-1])) if len(blocks) > 1 else ()

@@ -6,10 +6,34 @@ statuses; this file holds them and converts them to JSON.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 STOPPED = frozenset("Tt")
+_MOST_WORKERS = 64  # of a rank in a file
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A process that a rank has started, for example a DataLoader worker."""
+
+    pid: int
+    name: str
+    state: str | None = None  # as for a rank
+    stack: tuple[str, ...] = ()  # likewise
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: Any) -> WorkerStatus | None:
+        """Read the content of a file; None if it is not a worker."""
+        if not isinstance(value, dict):
+            return None
+        pid, name = value.get("pid"), value.get("name")
+        if not isinstance(pid, int) or not isinstance(name, str):
+            return None
+        return cls(pid, name, _typed(value.get("state"), str), _lines(value.get("stack")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +51,7 @@ class ProcessStatus:
     oom_kills: int | None = None  # in its cgroup, at the last look that found it alive
     holds_gil: bool | None = None  # its main thread, if known
     out_of_memory: str | None = None  # a sentence, if the kernel killed it because memory ran out
+    workers: tuple[WorkerStatus, ...] = ()  # when its stack was read
     exit_code: int | None = None  # as Python reports it: -9 for SIGKILL; None if unknown
 
     @property
@@ -46,6 +71,7 @@ class ProcessStatus:
             ended=self.ended or before.ended,
             stack=stack.stack,
             stack_ns=stack.stack_ns,
+            workers=stack.workers,
             alive_ns=self.alive_ns or before.alive_ns,
             gone_ns=None if alive else before.gone_ns or self.gone_ns,
             holds_gil=self.holds_gil if self.holds_gil is not None else before.holds_gil,
@@ -72,17 +98,30 @@ class ProcessStatus:
             return True
         return self.oom_kills > before.oom_kills
 
+    def shortened(self, *, frames: int, characters: int) -> ProcessStatus:
+        """This status with at most so many frames in a stack, and characters in a text."""
+
+        def short(stack: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(line[:characters] for line in stack[:frames])
+
+        workers = tuple(
+            replace(worker, name=worker.name[:characters], stack=short(worker.stack))
+            for worker in self.workers[:_MOST_WORKERS]
+        )
+        return replace(self, stack=short(self.stack), workers=workers)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> ProcessStatus:
         """Read the content of a file. Ignores values of the wrong type."""
-        stack = value.get("stack")
-        lines = stack if isinstance(stack, (list, tuple)) else ()
+        workers = value.get("workers")
+        read = map(WorkerStatus.from_dict, workers if isinstance(workers, list) else ())
         return cls(
             **{name: _typed(value.get(name), kind) for name, kind in _TYPES.items()},
-            stack=tuple(line for line in lines if isinstance(line, str)),
+            stack=_lines(value.get("stack")),
+            workers=tuple(worker for worker in read if worker is not None),
         )
 
 
@@ -91,6 +130,11 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys(("state", "ended", "out_of_memory"), str),
     **dict.fromkeys(("alive_ns", "gone_ns", "stack_ns", "oom_kills", "exit_code"), int),
 }
+
+
+def _lines(value: Any) -> tuple[str, ...]:
+    lines = value if isinstance(value, (list, tuple)) else ()
+    return tuple(line for line in lines if isinstance(line, str))
 
 
 def _typed(value: Any, kind: type) -> Any:

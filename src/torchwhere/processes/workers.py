@@ -1,4 +1,5 @@
-"""The processes that ranks start with `multiprocessing`, for example the workers of a DataLoader.
+"""The workers of ranks: processes that they start with `multiprocessing`, for example for a
+DataLoader, and the compile workers of torch.
 
 A worker that is stuck outlives its rank: it notices the end of the rank only between two items.
 Takes the process ids of ranks and reads /proc. Other programs that a rank starts are left alone.
@@ -9,13 +10,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-_STATE, _PARENT, _STARTED = 0, 1, 19  # fields of /proc/<pid>/stat after the name
-_NAME = "pt_data_worker"  # torch gives it to the workers of a DataLoader
+from torchwhere.processes.proc_files import (
+    EXITED,
+    ProcessStat,
+    all_processes,
+    name_of,
+    process_stat,
+    read_bytes,
+)
+
+DATA_WORKER = "pt_data_worker"  # torch gives this name to the workers of a DataLoader
 _SPAWNED = b"multiprocessing"  # in the command line of a spawned worker
+_COMPILES = b"compile_worker"  # in the command line of a worker of torch's compiler
 
 
 class Worker(NamedTuple):
@@ -29,6 +38,17 @@ class Worker(NamedTuple):
         """Whether it still runs although its rank has exited."""
         return _runs(self.pid) == self.started and _runs(self.rank_pid) is None
 
+    def name(self) -> str:
+        """What kind of worker it is."""
+        if name_of(self.pid) == DATA_WORKER:
+            return "DataLoader worker"
+        return "compile worker" if _COMPILES in read_bytes(self.pid, "cmdline") else "worker"
+
+    def state(self) -> str | None:
+        """R running, S sleeping, D in the kernel, T stopped; None if it has exited."""
+        stat = process_stat(self.pid)
+        return stat.state if stat is not None else None
+
     def kill(self) -> None:
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
@@ -36,44 +56,39 @@ class Worker(NamedTuple):
 
 def workers_of(ranks: Collection[int]) -> list[Worker]:
     """The workers of the ranks with these process ids, and the workers of workers."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc") if ranks else ():
-        fields = _stat(int(entry)) if entry.isdecimal() else []
-        if fields:
-            children.setdefault(int(fields[_PARENT]), []).append(int(entry))
+    children = children_of(all_processes()) if ranks else {}
     return [
         Worker(pid, started, rank_pid)
         for rank_pid in ranks
-        for pid in _descendants(rank_pid, children)
+        for pid in descendants(rank_pid, children)
         if pid not in ranks and pid != os.getpid() and _is_worker(pid, rank_pid)
         if (started := _runs(pid)) is not None
     ]
 
 
-def _descendants(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
+def children_of(stats: Mapping[int, ProcessStat]) -> dict[int, list[int]]:
+    """The processes that each process has started."""
+    children: dict[int, list[int]] = {}
+    for pid, stat in stats.items():
+        children.setdefault(stat.parent, []).append(pid)
+    return children
+
+
+def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> Iterator[int]:
+    """The processes that a process has started, directly or indirectly."""
     for child in children.get(pid, ()):
         yield child
-        yield from _descendants(child, children)
+        yield from descendants(child, children)
 
 
 def _is_worker(pid: int, rank_pid: int) -> bool:
-    command = _read(pid, "cmdline")
-    is_forked = command == _read(rank_pid, "cmdline")  # a fork has the command line of its parent
-    return is_forked or _SPAWNED in command or _read(pid, "comm").decode().strip() == _NAME
+    command = read_bytes(pid, "cmdline")
+    is_forked = command == read_bytes(rank_pid, "cmdline")  # a fork has that of its parent
+    is_started = _SPAWNED in command or _COMPILES in command
+    return is_forked or is_started or name_of(pid) == DATA_WORKER
 
 
 def _runs(pid: int) -> int | None:
     """When a process started, in ticks since boot; None if it has exited."""
-    fields = _stat(pid)
-    return int(fields[_STARTED]) if fields and fields[_STATE] not in "ZX" else None
-
-
-def _stat(pid: int) -> list[str]:
-    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
+    stat = process_stat(pid)
+    return stat.started if stat is not None and stat.state not in EXITED else None

@@ -23,12 +23,14 @@ from torchwhere.blackbox.file_format import (
     CURSOR_LINE,
     CURSOR_RECORD,
     CURSOR_TIME,
+    FLAG_ASIDE,
     FLAG_INFERRED,
     FLAG_REPLAYED,
     FLAG_UNKNOWN,
     NO_CALL,
     EntryType,
 )
+from torchwhere.blackbox.step_clock import StepPart
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
@@ -48,6 +50,8 @@ Tap = Callable[[int, CollectiveCall], None]  # called with the number of the rec
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _REMEMBERED = 3  # collectives, for the note on an exception
+_ASIDE = (StepPart.DATA, StepPart.CHECKPOINT, StepPart.EVALUATION)
+_PART_FLAGS = tuple(FLAG_ASIDE if part in _ASIDE else 0 for part in StepPart)
 
 
 class CollectiveRecorder:
@@ -67,6 +71,7 @@ class CollectiveRecorder:
         self._device = device
         self._cuda_graphs = cuda_graphs
         self._counter = box.counter
+        self._clock = box.clock
         self._native = box.native
         # number of the record, op, index, group
         self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_REMEMBERED)
@@ -120,7 +125,7 @@ class CollectiveRecorder:
         graph = stack.graph
         if graph is None and place_ids.pass_ == Pass.BACKWARD and not place_ids.param:
             graph = compiled_graphs.backward_graph(self._node())
-        line = locator.line_id(stack.file, stack.line) or self._line_of_backward(track, place_ids)
+        line = locator.line_id(stack) or self._line_of_backward(track, place_ids)
         graph_id = 0
         if graph is not None or self._graphs.compiling:
             graph_id = self._graphs.id_of(graph)
@@ -162,7 +167,7 @@ class CollectiveRecorder:
             _COLLECTIVE,
             t_ns,
             place_ids.pass_,
-            place_ids.flags | call.flags,
+            place_ids.flags | call.flags | _PART_FLAGS[self._clock.part],
             track.number,
             self._counter.step,
             place_ids.module,
@@ -185,7 +190,7 @@ class CollectiveRecorder:
         if place_ids.pass_ == Pass.BACKWARD:
             words[cursor] = place_ids.packed
             words[cursor + CURSOR_TIME] = t_ns
-        self._last.append((number, call.op.name, index, call.group.desc))
+        self._last.append((number, call.op.name, index, call.group.title))
         for tap in self._taps:
             tap(number, call)
         if call.device_index < 0 or not self._device.is_on:
@@ -260,7 +265,7 @@ class CollectiveRecorder:
         if recent:
             words[track.cursor + CURSOR_RECORD] = number
         self._last.extend(
-            (number, call.op.name, index, call.group.desc) for number, index, call in recent
+            (number, call.op.name, index, call.group.title) for number, index, call in recent
         )
         return {-1 if counter is None else counter: last[0] + 1 for counter, last in lasts.items()}
 
@@ -268,7 +273,7 @@ class CollectiveRecorder:
 
     def _teach(self, bucket: Bucket, call: CollectiveCall, place_ids: PlaceIds) -> None:
         """Let the native extension record the next all-reduces of this bucket by itself."""
-        label = (call.op.name, call.group.desc)
+        label = (call.op.name, call.group.title)
         if label not in self._labels:
             self._labels.append(label)
         stream = call.stream

@@ -16,6 +16,7 @@ import torch
 from torchwhere.blackbox.file_format import CURSOR_RECORD, EntryType
 from torchwhere.core.errors import described
 from torchwhere.core.events import Kind
+from torchwhere.core.place import line_text
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.cuda_graphs import CapturedGraph, CudaGraphs
 from torchwhere.hooks.device import DeviceHook, ReplayMark
@@ -53,7 +54,8 @@ class CudaGraphRecorder:
         # the caller's frame: a frame that holds itself keeps the graph alive until a collection
         frame = python_stack.caller(1)
         line, _ = self._recorder.line_and_graph(frame)
-        captured.captured_at = self._recorder.locator.text_of(line)
+        text = self._recorder.locator.text_of(line)
+        captured.captured_at = line_text(text) if text is not None else None
         captured.device_index = _current_device()
         captured.entry = self._entry(captured)
         self._recorder.event(Kind.CAPTURE_BEGIN, subject=captured.entry, frame=frame)

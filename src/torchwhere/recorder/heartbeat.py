@@ -7,7 +7,8 @@ collective or for a lock, still has a heartbeat; a process that is stopped, or h
 has none. A stalled rank has time for more: `on_stall`.
 
 Each heartbeat also says how long the main thread was ready to run but had no CPU. A rank that is
-late for this reason is not to blame.
+late for this reason is not to blame. Between heartbeats the thread takes samples of the stack of
+the main thread, as long as events are recorded.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks.error_limiter import ErrorLimiter
 
 BEAT_S = 1.0
+SAMPLES = 4  # in each second: all of them take less than 0.1 % of a core
 _STALL_BEATS = 2  # heartbeats without a recorded event, after which the job may have stalled
 _JOIN_S = 5.0
 _JOIN_FAILED_S = 1.0  # a slow file system must not delay an exception of the job for long
@@ -42,9 +44,16 @@ class Heartbeat:
     """Writes heartbeats from `start` to `stop`. While no event is recorded, its thread calls
     `on_stall`: after 2 heartbeats, 4, 8 and so on."""
 
-    def __init__(self, box: BoxWriter, *, on_stall: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        box: BoxWriter,
+        *,
+        on_stall: Callable[[], None],
+        take_sample: Callable[[], None] | None = None,
+    ) -> None:
         self._box = box
         self._on_stall = on_stall
+        self._take_sample = take_sample
         self._over = threading.Event()
         # Locked while `on_stall` runs: it may import modules, and a forked child must not inherit a
         # half-finished import. Reentrant: the thread that forks releases it only if it has it.
@@ -55,6 +64,7 @@ class Heartbeat:
         self._cpu_delay_ns = 0
         self._errors = ErrorLimiter("the heartbeat", self._over.set)
         self._stall_errors = ErrorLimiter("stalls", self._stop_calling_on_stall)
+        self._sample_errors = ErrorLimiter("stack samples", self._stop_taking_samples)
 
     def start(self) -> None:
         """Start the thread, if it does not run yet."""
@@ -73,7 +83,8 @@ class Heartbeat:
         self._over.set()
         if self._thread is not None:
             self._thread.join(_JOIN_FAILED_S if failed else _JOIN_S)
-        self._errors.is_over = self._stall_errors.is_over = True
+        for errors in (self._errors, self._stall_errors, self._sample_errors):
+            errors.is_over = True
         self._thread = None
 
     def before_fork(self) -> None:
@@ -104,10 +115,25 @@ class Heartbeat:
             is_power_of_two = unchanged & (unchanged - 1) == 0
             if self._calls_on_stall and unchanged >= _STALL_BEATS and is_power_of_two:
                 self._call_on_stall()
-            if self._over.wait(BEAT_S):
+            if self._rest(samples=unchanged < _STALL_BEATS):
                 break
         if self._failed:
             self._call_on_stall()
+
+    def _rest(self, *, samples: bool) -> bool:
+        """Wait until the next heartbeat, and take samples meanwhile. Returns whether the watch is
+        over."""
+        if not samples or self._take_sample is None:
+            return self._over.wait(BEAT_S)
+        for _ in range(SAMPLES):
+            if self._over.wait(BEAT_S / SAMPLES):
+                return True
+            try:
+                if self._take_sample is not None:
+                    self._take_sample()
+            except Exception as error:
+                self._sample_errors(error)
+        return False
 
     def _beat(self) -> None:
         total_ns = cpu_delay_ns()
@@ -127,6 +153,9 @@ class Heartbeat:
 
     def _stop_calling_on_stall(self) -> None:
         self._calls_on_stall = False
+
+    def _stop_taking_samples(self) -> None:
+        self._take_sample = None
 
 
 _MAIN_THREAD = Path("/proc/self/schedstat")  # of the main thread, also for other threads

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchwhere.core.version import __version__
 from torchwhere.hooks.python_stack import current_folder
 from torchwhere.processes.cgroup import oom_counter, oom_kills
+from torchwhere.processes.dump_paths import dump_paths
 from torchwhere.processes.launcher import launch, pid_namespace
 
 
@@ -64,26 +65,6 @@ def _started() -> int | None:
         return None
 
 
-def _flight_recorder() -> dict[str, str]:
-    """Return where PyTorch's flight recorder writes its dumps (without the rank at the end), and
-    the pipe that triggers a dump."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(
-        os.environ.get("HOME") or "/tmp", ".cache"
-    )
-    default = os.path.join(cache, "torch", "comm_lib_trace_rank_")
-    dump = (
-        os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
-        or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-        or default
-    )
-    pipe = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
-    folder = current_folder()
-    paths = {"dump": os.path.join(folder, dump)}
-    if pipe:
-        paths["pipe"] = os.path.join(folder, pipe)
-    return paths
-
-
 def describe() -> dict[str, Any]:
     """Return everything about this process that a reader of the box may need, short fields
     first."""
@@ -104,7 +85,7 @@ def describe() -> dict[str, Any]:
         "pid_namespace": pid_namespace(),
         "oom_counter": counter,
         "oom_kills": oom_kills(counter) if counter is not None else None,
-        "flight_recorder": _flight_recorder(),
+        "flight_recorder": dump_paths(os.environ, current_folder()),
         "started_ns": wall,
         "clock_offset_ns": wall - monotonic,
         "torchwhere": __version__,

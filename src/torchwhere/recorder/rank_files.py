@@ -52,7 +52,7 @@ class RankFiles:
                 "the fault handler",
                 install=self._install_faults,
                 remove=faults.remove,
-                abandon=faults.abandon,
+                abandon=faults.abandon_in_fork,
             ),
         ]
 

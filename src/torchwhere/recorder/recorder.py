@@ -107,7 +107,8 @@ class Recorder:
             return
         track.top = packed_place
         self.box.words[track.cursor] = packed_place
-        self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
+        self.box.words[track.cursor + CURSOR_TIME] = now = time.monotonic_ns()
+        self.box.clock.move_clock(track.cursor, packed_place, now)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class Recorder:
         """Return the ids of the user's line and of the compiled graph that runs there."""
         stack, graphs = python_stack.read(frame), self._graphs
         graph = graphs.id_of(stack.graph) if stack.graph is not None or graphs.compiling else 0
-        return self.locator.line_id(stack.file, stack.line), graph
+        return self.locator.line_id(stack), graph
 
     def _write(
         self,
@@ -241,6 +242,7 @@ class Recorder:
         else:
             line, graph = called_at
         place_ids = self.locator.place_ids(track)
+        self.box.clock.end_step(track.cursor, track.top, track.number)
         self._write(Kind.STEP_END, track, place_ids, line=line, graph=graph)
         self._counter.step = step
         self.box.words[track.cursor + CURSOR_STEP] = step
@@ -259,7 +261,9 @@ class Recorder:
 
     def begin_step(self) -> None:
         """Record the begin of the first step."""
-        self.box.words[self._here().cursor + CURSOR_STEP] = self.step
+        track = self._here()
+        self.box.words[track.cursor + CURSOR_STEP] = self.step
+        self.box.clock.start_clock(track.cursor, track.top)
         self.event(Kind.STEP_BEGIN)
 
     # -- exceptions and places ---------------------------------------------------------------------

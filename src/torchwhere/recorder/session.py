@@ -40,6 +40,7 @@ from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.memory import MemoryHook
 from torchwhere.hooks.modules import ModuleHook
 from torchwhere.hooks.optimizers import OptimizerHook
+from torchwhere.hooks.parts import PartHook
 from torchwhere.hooks.phases import PhaseRecorder
 from torchwhere.hooks.threads import Threads, Track
 from torchwhere.model import watched
@@ -49,15 +50,11 @@ from torchwhere.recorder.collectives import CollectiveRecorder
 from torchwhere.recorder.cuda_graphs import CudaGraphRecorder
 from torchwhere.recorder.graph_ids import GraphIds
 from torchwhere.recorder.heartbeat import Heartbeat
-from torchwhere.recorder.installation import (
-    InstallablePart,
-    Installation,
-    do_nothing,
-    hook_part,
-)
+from torchwhere.recorder.installation import InstallablePart, Installation, do_nothing, hook_part
 from torchwhere.recorder.own_rank import OwnRank
 from torchwhere.recorder.rank_files import RankFiles
 from torchwhere.recorder.recorder import LineAndGraph, Recorder
+from torchwhere.recorder.stack_samples import sample_taker
 
 if TYPE_CHECKING:
     from torchwhere.snapshots.on_stall import StallSnapshot
@@ -104,7 +101,9 @@ class Session:
             on_step=self._device.step,
         )
         self.phases = PhaseRecorder(self._box, locator, rank=meta["rank"])
-        self.heartbeat = Heartbeat(self._box, on_stall=self._on_stall)
+        self.heartbeat = Heartbeat(
+            self._box, on_stall=self._on_stall, take_sample=sample_taker(self._box, locator)
+        )
         self._make_module_hooks(locator, module_events)
         self._make_collective_hooks(locator)
         self._installation = Installation()
@@ -177,9 +176,11 @@ class Session:
         self._compilation = CompilationHook(
             on_begin=self._compile_begins, on_end=self._compile_ends
         )
+        self._part_hook = PartHook(self._box, self._threads)
         self._imports = LateImports(
             {
                 _torch.DYNAMO: self._compilation.install,
+                **self._part_hook.late_imports(),
                 "deepspeed.runtime.engine": self._optimizers.watch_deepspeed,
             }
         )
@@ -217,6 +218,7 @@ class Session:
             ),
             hook_part("the CUDA graph hook", hook=self.cuda_graph_hook),
             hook_part("the group creation hook", hook=self._group_creation),
+            hook_part("the hook for data and checkpoints", hook=self._part_hook),
             # the import hook installs the compilation hook once dynamo is imported
             part("the compilation hook", remove=self._compilation.remove),
             hook_part("the import hook", hook=self._imports),
@@ -265,6 +267,7 @@ class Session:
             self.cuda_graph_hook,
             self._group_creation,
             self._memory,
+            self._part_hook,
         ):
             hook.errors.is_over = True
 

@@ -166,7 +166,7 @@ def _event_cells(entry: ComparedItem, *, with_shapes: bool = False) -> list[str]
         name, _, rest = text.partition(GAP)
         text = GAP.join([name, *_agreed(event.fields), rest])
     step = "" if place.step is None else str(place.step)
-    return [step, place.pass_, plain(place.line or ""), plain(module_cell(event)), plain(text)]
+    return [step, place.pass_, plain(place.full_line), plain(module_cell(event)), plain(text)]
 
 
 def _agreed(fields: dict[str, Any]) -> Iterator[str]:

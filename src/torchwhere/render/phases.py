@@ -19,6 +19,7 @@ from torchwhere.render.lines import (
     table,
     twig,
 )
+from torchwhere.render.step_parts import step_parts_lines
 
 _ONE = ("count", "total", "mean", "max", "share", "self")
 _MANY = ("count", "total", "least", "most", "slowest", "mean", "max", "share", "self")
@@ -35,27 +36,35 @@ _NARROWING_MANY = (
 
 
 def phases_lines(phases: Phases, *, width: int | None) -> Iterator[Line]:
-    """A title, the table, remarks, and the table of the devices if the boxes have their times.
+    """A title, the table, remarks, the parts of a step, and the times of the devices.
+
+    The parts and the times of the devices are missing if no box has them.
 
     `mean` and `max` are times of a single run of the phase; `self` excludes the phases inside it.
     With many ranks, `count` and `total` are the average of one rank, `least` and `most` the totals
     of the fastest and the slowest rank.
     """
     if not phases.rows:
-        yield [("no phase was recorded", "bold")]
+        if phases.parts is None:
+            yield [("no phase was recorded", "bold")]
         yield from _remarks(phases)
-        yield from phases_device(phases, width=width)
+        yield from phases_further(phases, width=width)
         return
     yield fitted([(phases_title(phases), "bold")], width)
     columns, rows = phases_table(phases)
     narrowing = _NARROWING_ONE if len(phases.ranks) == 1 else _NARROWING_MANY
     yield from table(columns, rows, width=width, narrowing=narrowing)
     yield from phases_remarks(phases)
-    yield from phases_device(phases, width=width)
+    yield from phases_further(phases, width=width)
 
 
-def phases_device(phases: Phases, *, width: int | None) -> Iterator[Line]:
-    """The time of each step on the devices; nothing if the boxes do not have it."""
+def phases_further(phases: Phases, *, width: int | None) -> Iterator[Line]:
+    """The parts of a step, and the time of each step on the devices; nothing if the boxes do not
+    have them."""
+    if phases.parts is not None:
+        if phases.rows:
+            yield [("", "")]
+        yield from step_parts_lines(phases.parts, width=width)
     if phases.device is not None:
         yield [("", "")]
         yield from device_time_lines(phases.device, width=width)

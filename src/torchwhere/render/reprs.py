@@ -280,7 +280,7 @@ def _phases_html(phases: Phases) -> str:
         page.paragraph(phases_view.phases_title(phases), style="bold"),
         page.table(*phases_view.phases_table(phases)),
         page.lines(
-            [*phases_view.phases_remarks(phases), *phases_view.phases_device(phases, width=None)]
+            [*phases_view.phases_remarks(phases), *phases_view.phases_further(phases, width=None)]
         ),
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
+from torchwhere.blackbox.string_table import shown_description, title_in
 from torchwhere.core.events import DETAIL_FIELDS, Event
 from torchwhere.core.place import ROOT, Certainty, shown
 from torchwhere.core.rank_text import ranks_text
@@ -77,7 +78,7 @@ def _event_row(event: Event, started_ns: int, device_times: Iterable[str]) -> li
         "" if place.step is None else str(place.step),
         *([(_seconds(t_ns, started_ns), "dim")] for t_ns in times),
         [(place.pass_, _PASS_STYLE.get(place.pass_, ""))],
-        [(plain(place.line or ""), "dim")],
+        [(plain(place.full_line), "dim")],
         plain(module_cell(event)),
         plain(event_text(event)),
     ]
@@ -137,7 +138,7 @@ def _collective(fields: dict[str, Any], module: str | None) -> str:
         parts.append(f"{amount(fields['bytes'])} {fields.get('dtype')}")
     if fields.get("for") not in (None, module):
         parts.append(f"for {_beneficiary(fields['for'])}")
-    parts.append(f"on {fields.get('mesh_dim') or fields.get('group_desc') or fields.get('group')}")
+    parts.append(f"on {title_in(fields)}")
     if fields.get("replayed"):
         parts.append("in a CUDA graph")
     return GAP.join(parts)
@@ -268,6 +269,7 @@ def groups_table(groups: Iterable[dict[str, Any]]) -> tuple[list[Column], Iterat
 
 
 def _group_row(group: dict[str, Any]) -> list[Cell]:
-    values = [group.get(key) for key in ("name", "desc", "mesh_dim", "backend")]
+    desc = shown_description(str(group.get("desc") or ""))
+    values = [group.get("name"), desc, group.get("mesh_dim"), group.get("backend")]
     ranks = [rank for rank in group.get("ranks") or () if isinstance(rank, int)]
     return [*("-" if value in (None, "") else plain(value) for value in values), ranks_text(ranks)]

@@ -14,8 +14,9 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.rank_text import ranks_phrase, watched_phrase
 from torchwhere.core.sanitize import plural
+from torchwhere.diagnose.doctor.verdict import NO_FAULT
 from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.diagnose.live.run import RunNow
 from torchwhere.render.lines import Column, Line, fitted, plain, table
@@ -89,6 +90,9 @@ def impression(run: RunNow) -> tuple[str, str]:
     if run.culprits:
         return _culprits_sentence(run), "bold red"
     count = len(run.ranks)
+    if run.is_over and run.missing:
+        have = "rank has" if count == 1 else "ranks have"
+        return f"the {count} watched {have} finished", "bold"
     if run.is_over:
         return f"all {count} ranks have finished" if count > 1 else "the rank has finished", "bold"
     finished = sum(rank.state == "finished" for rank in run.ranks)
@@ -118,10 +122,13 @@ def verdict_sentence(verdict: Verdict, run: RunNow) -> str:
     lines = str(verdict.get("text") or "").splitlines()
     kind = lines[0].partition("  ")[0] if lines else str(verdict.get("kind"))
     sentence = lines[1] if len(lines) > 1 else ""
-    if verdict.get("kind") == "healthy":
+    if verdict.get("kind") in NO_FAULT:
         if run.culprits:
-            still_s = max(rank.age_s for rank in run.culprits)
-            return f"no progress for {age(still_s)}, not yet called a hang (see --stall)"
+            still = age(max(rank.age_s for rank in run.culprits))
+            paused = (verdict.get("facts") or {}).get("paused")
+            if paused is not None:
+                return f"paused: {paused['activity']}, no progress for {still}"
+            return f"no progress for {still}, not yet called a hang (see --stall)"
         # The rest tells how far the job is, which the screen shows anyway.
         sentence = sentence.partition(". ")[0].removesuffix(".")
     return f"{kind}: {sentence}" if sentence else kind
@@ -138,8 +145,10 @@ def device_lines(run: RunNow, verdict: Verdict | None) -> list[str]:
 
 def remarks(run: RunNow) -> list[str]:
     """What cannot be seen."""
-    missing = [f"no box of {ranks_phrase(run.missing, most=8)}"] if run.missing else []
-    return [*missing, *run.caveats]
+    if not run.missing:
+        return list(run.caveats)
+    watched = watched_phrase(run.world_size - len(run.missing), run.world_size)
+    return [f"{watched}: no box of {ranks_phrase(run.missing, most=8)}", *run.caveats]
 
 
 # -- the screen ------------------------------------------------------------------------------------
@@ -180,7 +189,7 @@ class _TopScreen:
     def _verdict_lines(self, verdict: Verdict) -> list[Line]:
         sentence = self.charset.of(verdict_sentence(verdict, self.run))
         wrapped = textwrap.wrap(sentence, max(self.width, 10))
-        if verdict.get("kind") == "healthy":
+        if verdict.get("kind") in NO_FAULT:
             return [[(line, "")] for line in wrapped[:1]]
         return [[(line, "bold")] for line in wrapped[: 3 if self.height >= 20 else 1]]
 

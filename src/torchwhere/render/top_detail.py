@@ -59,7 +59,7 @@ def _facts(rank: RankNow) -> Iterator[Line]:
         "place",
         f"{place.pass_} of {module_text(rank)}" if place.module is not None else place.pass_,
     )
-    yield _fact("line", place.line or "-")
+    yield _fact("line", place.full_line or "-")
     yield _fact("last", collective_text(rank.issued))
     yield from _device_facts(rank)
     yield _fact("age", age(rank.age_s) + (" (stalled)" if rank.is_stalled else ""))

@@ -286,7 +286,7 @@ def cell(row: TopRow, key: str, width: int) -> str:
     if key in ("module", "line", "last", "gpu", "behind"):
         texts: dict[str, Callable[[RankNow], str]] = {
             "module": module_text,
-            "line": lambda rank: rank.place.line or "-",
+            "line": lambda rank: rank.place.full_line or "-",
             "last": lambda rank: collective_text(rank.issued),
             "gpu": _device_at,
             "behind": lambda rank: _device_behind(rank, width),

@@ -213,7 +213,7 @@ def _filter_text(rank: RankNow) -> str:
         stuck,
         place.pass_,
         shown(place.module),
-        place.line,
+        place.full_line,
         last,
         rank.host,
         rank.detail,

@@ -14,6 +14,7 @@ import numpy as np
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
+from torchwhere.blackbox.string_table import title_in
 from torchwhere.core.events import Kind, json_text
 from torchwhere.core.grouping import grouped
 from torchwhere.core.place import shown
@@ -242,7 +243,7 @@ class RankWriter:
         place, fields = event.place.to_dict(), event.fields
         args = {
             key: place[key]
-            for key in ("pass", "module", "line", "graph", "param")
+            for key in ("pass", "module", "line", "framework_line", "graph", "param")
             if place[key] is not None
         }
         if place["certainty"] != "exact":
@@ -261,7 +262,7 @@ class RankWriter:
         if kind == "step":
             return f"ProfilerStep#{step}" if self._is_kineto else f"step {step}"
         if kind in _CALLS:
-            title = fields.get("mesh_dim") or fields.get("group_desc") or fields.get("group")
+            title = title_in(fields)
             return _short(str(fields.get("op") or "collective") + (f" on {title}" if title else ""))
         if kind == "module":
             return _short(shown(module) + (" (recompute)" if pass_ == "recompute" else ""))

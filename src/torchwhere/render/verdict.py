@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from torchwhere.core.sanitize import plural, printable
-from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, RankReport, Verdict, VerdictKind
 
 _TITLES = {
     VerdictKind.MISSING: "HANG",
@@ -15,10 +15,12 @@ _TITLES = {
     VerdictKind.DEAD: "DEAD",
     VerdictKind.STRAGGLER: "STRAGGLER",
     VerdictKind.TOGETHER: "HANG, ALL TOGETHER",
+    VerdictKind.PARTIAL: "NOT ALL RANKS WATCHED",
     VerdictKind.HEALTHY: "HEALTHY",
 }
 _MOST_STACKS = 4
 _MOST_DEVICES = 4
+_MOST_WORKER_STACKS = 3
 _MOST_FRAMES = 12
 
 
@@ -31,11 +33,29 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     for rank in verdict.culprits[:_MOST_STACKS]:
         report = verdict.ranks.get(rank)
         if report is not None and report.stack:
-            lines.append(f"  stack of rank {rank}, innermost first:")
-            frames = report.stack[:_MOST_FRAMES]
-            lines += [f"    {frame.rpartition('/site-packages/')[2]}" for frame in frames]
+            lines += _stack_lines(f"rank {rank}", report.stack)
+            lines += _worker_lines(rank, report)
     lines += [f"Not known: {sentence}" for sentence in verdict.missing_data]
     return [printable(line) for line in lines]
+
+
+def _stack_lines(owner: str, stack: tuple[str, ...]) -> list[str]:
+    frames = [f"    {frame.rpartition('/site-packages/')[2]}" for frame in stack[:_MOST_FRAMES]]
+    return [f"  stack of {owner}, innermost first:", *frames]
+
+
+def _worker_lines(rank: int, report: RankReport) -> list[str]:
+    """The stacks of the workers that a rank waits for; equal stacks once."""
+    pids: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for worker in report.workers:
+        pids.setdefault((worker.name, worker.stack), []).append(worker.pid)
+    lines = []
+    for (name, stack), alike in list(pids.items())[:_MOST_WORKER_STACKS]:
+        owner = f"process {alike[0]}, a {name} of rank {rank}"
+        if len(alike) > 1:
+            owner += f" ({plural(len(alike), 'worker')} alike)"
+        lines += _stack_lines(owner, stack) if stack else [f"  no stack of {owner}"]
+    return lines
 
 
 def _device_lines(verdict: Verdict) -> list[str]:
@@ -59,11 +79,21 @@ def _title(verdict: Verdict) -> str:
     if verdict.certainty == "inferred":
         facts.append(f"({verdict.certainty})")
     title = _TITLES[verdict.kind]
-    if verdict.kind is VerdictKind.HEALTHY and verdict.stalled_s is not None:
-        title = "NOT YET A HANG"
+    if verdict.kind in NO_FAULT and verdict.stalled_s is not None:
+        title = _standstill_title(verdict.facts.get("paused"))
+    if verdict.facts.get("no_hang_seen"):  # stacks do not show that steps progress
+        title = "NO HANG SEEN"
     if verdict.certainty == "unknown":
         title = "DEAD, CAUSE NOT KNOWN" if verdict.kind is VerdictKind.DEAD else "NOT KNOWN"
     return f"{title}  {', '.join(facts)}"
+
+
+def _standstill_title(paused: dict[str, Any] | None) -> str:
+    """The title for a running job that makes no progress: a pause, or not yet a hang."""
+    if paused is None:
+        return "NOT YET A HANG"
+    activity = str(paused["activity"]).upper()
+    return activity if activity == "STARTING" else f"PAUSED: {activity}"
 
 
 def _call_text(call: dict[str, Any]) -> str:
@@ -72,6 +102,8 @@ def _call_text(call: dict[str, Any]) -> str:
         parts.append(f"step {call['step']}")
     parts.append(f"{call['pass']} of {call['module']}" if call.get("module") else call.get("pass"))
     parts.append(call.get("line"))
+    if call.get("framework_line"):
+        parts.append(f"in {call['framework_line']}")
     return ", ".join(part for part in parts if part)
 
 

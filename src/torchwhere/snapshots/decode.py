@@ -286,6 +286,7 @@ def _box_summary(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
     counted = dict_(meta.get("counted", {}))
     checked_meta = {
         "rank": rank,
+        "rank_is_assumed": bool_(meta.get("rank_is_assumed", False)),
         "world_size": int_(meta["world_size"], low=1, high=MAX_RANKS + 1),
         "run_id": text_(run_id),
         "store": text_(meta.get("store", "")),
@@ -340,14 +341,15 @@ def _event(value: Any, ahead_ns: int) -> Event:
 
 def _place(value: Any) -> Place:
     data = dict_(value)
-    names = ("module", "line", "graph", "thread", "param")
+    names = ("module", "line", "framework_line", "graph", "thread", "param")
     return Place(
         rank=int_(data["rank"], low=-1, high=MAX_RANKS),
         step=or_none(int_, data["step"]),
         pass_=text_(data["pass"]),
         call=or_none(int_, data["call"]),
         certainty=Certainty(data["certainty"]),
-        **{name: text_or_none(data[name]) for name in names},
+        # a snapshot from before `framework_line` lacks it
+        **{name: text_or_none(data.get(name)) for name in names},
     )
 
 
@@ -358,8 +360,7 @@ def _status(value: Any, ahead_ns: int) -> ProcessStatus:
         return None if t_ns is None else int_(t_ns - ahead_ns)
 
     return replace(
-        status,
-        stack=tuple(line[:MAX_TEXT] for line in status.stack[:_MAX_FRAMES]),
+        status.shortened(frames=_MAX_FRAMES, characters=MAX_TEXT),
         alive_ns=on_this_clock(status.alive_ns),
         gone_ns=on_this_clock(status.gone_ns),
         stack_ns=on_this_clock(status.stack_ns),

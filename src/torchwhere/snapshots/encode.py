@@ -42,6 +42,7 @@ _MAX_TEXT = 2000  # of an exception
 _MAX_FIELDS = 8
 _META_KEYS = (
     "rank",
+    "rank_is_assumed",
     "world_size",
     "run_id",
     "store",

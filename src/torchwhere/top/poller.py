@@ -15,7 +15,7 @@ from typing import Any
 
 from torchwhere.blackbox.live_box import LiveBox
 from torchwhere.blackbox.live_names import NameReader
-from torchwhere.blackbox.run import RunSummary, choose
+from torchwhere.blackbox.run import RunSummary, choose, has_assumed_rank
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.live.ranks import LiveRanks
@@ -63,14 +63,15 @@ class RunPoller:
     # -- boxes -------------------------------------------------------------------------------------
 
     def _list(self, now_s: float) -> bool:
-        """List the boxes. Returns True if one was added or deleted."""
+        """List the boxes. Returns True if the run must be chosen again: a box was added or deleted,
+        or heartbeats since then may show which boxes belong together."""
         if now_s < self._list_at:
             return False
         files = self._box_names()
         self._list_at = now_s + max(_LIST_S, (time.monotonic() - now_s) / _MOST_SHARE)
         # When all boxes are gone, the screen keeps what was read last.
         if not files or files == self._files:
-            return False
+            return self._has_assumed_ranks()
         self._files = files
         paths = {self.folder / name for name in files}
         for path in self._live_boxes.keys() - paths:
@@ -81,6 +82,12 @@ class RunPoller:
         self._unread &= paths
         self._order = sorted(paths, key=lambda path: (len(path.name), path.name))
         return True
+
+    def _has_assumed_ranks(self) -> bool:
+        run = self._run
+        return run is not None and (
+            bool(run.unranked) or any(map(has_assumed_rank, run.boxes.values()))
+        )
 
     def _box_names(self) -> set[str]:
         try:

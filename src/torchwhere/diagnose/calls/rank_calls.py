@@ -17,7 +17,7 @@ from torchwhere.blackbox.replays import NO_ROW, replay_rows
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
-from torchwhere.core.place import PASS_LABELS, Certainty, Place
+from torchwhere.core.place import PASS_LABELS, Certainty, Place, line_fields
 from torchwhere.diagnose.calls.encode import RankSummary
 from torchwhere.diagnose.calls.ids import SharedIds
 from torchwhere.diagnose.calls.keys import StreamKey
@@ -202,7 +202,7 @@ class RankCalls:
             pass_=PASS_LABELS.get(pass_, "outside"),
             module=module,
             call=call_site.call,
-            line=line,
+            **line_fields(line),
             graph=call_site.graph,
             thread=call_site.thread,
             certainty=Certainty(call_site.certainty),

@@ -16,8 +16,8 @@ import numpy as np
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun
-from torchwhere.blackbox.string_table import json_int
-from torchwhere.core.place import PASS_LABELS
+from torchwhere.blackbox.string_table import json_int, shown_description
+from torchwhere.core.place import PASS_LABELS, line_text
 from torchwhere.core.results import Shown, Tabular
 from torchwhere.diagnose.comms.sums import Sums, sums
 
@@ -307,7 +307,7 @@ def _count(total: Comms, box: Box, ids: tuple[int, ...], count: int) -> CommsSum
         _beneficiary(box.value(beneficiary_id) if beneficiary_id else None),
     )
     size = json_int(call, "bytes")
-    lines = {box.name(line_id) or "?": count} if line_id else {}
+    lines = {line_text(box.name(line_id) or "?"): count} if line_id else {}
     counter = node.own.setdefault(key, CommsSum())
     counter.add(CommsSum(count, count * size, {box.rank}, 0, {size}, lines))
     return counter
@@ -344,10 +344,8 @@ def group_label(box: Box, name: str) -> str:
     """The displayed name of a group: its mesh dimension or description. Sibling groups of one
     dimension share it."""
     group = box.groups().get(name, {})
-    desc = str(group.get("desc") or "")
-    return str(
-        group.get("mesh_dim") or (desc if desc not in ("", "undefined") else f"group {name}")
-    )
+    desc = shown_description(str(group.get("desc") or ""))
+    return str(group.get("mesh_dim") or desc or f"group {name}")
 
 
 def _group_label(total: Comms, box: Box, name: str) -> str:

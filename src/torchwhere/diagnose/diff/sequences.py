@@ -19,7 +19,14 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
-from torchwhere.blackbox.string_table import P2P, StreamName, ranks_of, stream_ends, text_of
+from torchwhere.blackbox.string_table import (
+    P2P,
+    StreamName,
+    ranks_of,
+    shown_description,
+    stream_ends,
+    text_of,
+)
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
 from torchwhere.core.grouping import Interner, per_distinct, row_ids
 from torchwhere.core.place import PASS_LABELS
@@ -154,9 +161,10 @@ class _Reader:
         uses: dict[str, int] = {}
         for name, group in self.box.groups().items():
             members = self.members[name] = ranks_of(group.get("ranks"))
-            label = str(group.get("mesh_dim") or group.get("desc") or "")
-            if not group.get("mesh_dim"):
-                label = f"{len(members)} ranks" if label in ("", "undefined") else self.strip(label)
+            label = str(group.get("mesh_dim") or "")
+            if not label:
+                desc = shown_description(str(group.get("desc") or ""))
+                label = self.strip(desc) if desc else f"{len(members)} ranks"
             uses[label] = uses.get(label, 0) + 1
             self.labels[name] = label if uses[label] == 1 else f"{label} ({uses[label]})"
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.device_place import DevicePlace
-from torchwhere.core.place import Place
-from torchwhere.core.stall import ENDED_S
+from torchwhere.core.place import Place, line_fields
+from torchwhere.core.stall import ENDED_AGAIN, ENDED_S
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
@@ -21,14 +21,13 @@ from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.exit_records import ExitReason, ended_well
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.finding import CallRef
-from torchwhere.diagnose.doctor.stacks import Hold, holding, is_in_collective, user_line
+from torchwhere.diagnose.doctor.stacks import Hold, holding, is_in_collective, stack_lines
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait, waiting_for
 from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
 
 _UNUSUAL = 10  # times the usual
-_AGAIN = 1.5  # times as long as a pause at the same place has lasted before
 _UNSEEN_S = 2.0  # a stall may be this much longer than monitor or heartbeats show
 # a blocked rank has saved its stack, and a snapshot of the others, by then
 _TIME_TO_TELL_S = 3.0
@@ -110,7 +109,7 @@ class Timing:
         # A rank without data may have come, and the others continued: given this time, their
         # stacks would show it.
         least = _TIME_TO_TELL_S if not wait.missing else 0.0
-        return waited >= max(patience, least, _AGAIN * self._paused_s(wait))
+        return waited >= max(patience, least, ENDED_AGAIN * self.paused_s(wait))
 
     # -- patience ----------------------------------------------------------------------------------
 
@@ -159,7 +158,7 @@ class Timing:
             or (self.silent_s(rank) and not self.exits.is_dead(rank))
         )
 
-    def _paused_s(self, wait: Wait) -> float:
+    def paused_s(self, wait: Wait) -> float:
         """The longest time between an earlier call at the same call site and the next one:
         saving or evaluating may take as long each time."""
         calls = self.job_calls.by_rank[wait.rank].calls.get(wait.key)
@@ -269,21 +268,27 @@ class Context:
         has_raised = self.exits.has_failed(rank) or self.exits.was_ended_externally(rank)
         error = rank_calls.exception if has_raised else None
         place = error.place if error is not None else rank_calls.place
-        folder = f"{rank_calls.box_summary.meta.get('folder')}/"
-        # the stack of a failed rank is that of its exit
-        raised_at = place.line if error is not None else None
-        stack_line = (user_line(self.status(rank).stack) or "").removeprefix(folder)
-        line = raised_at or stack_line or place.line or rank_calls.rank_summary.last_line
         return Place(
             rank=rank,
             step=place.step,
             pass_=place.pass_,
             module=place.module,
             call=place.call,
-            line=line,
+            **self._lines(rank, place, has_raised=error is not None),
             certainty=place.certainty,
             param=place.param,
         )
+
+    def _lines(self, rank: int, place: Place, *, has_raised: bool) -> dict[str, Any]:
+        """The lines of a rank: of its stack, of its place, or else the last ones that it
+        recorded."""
+        rank_calls = self.job_calls.by_rank[rank]
+        folder = rank_calls.box_summary.meta.get("folder")
+        lines = stack_lines(self.status(rank).stack, folder=folder)
+        # the stack of a failed rank is that of its exit
+        if lines["line"] is None or (has_raised and place.line):
+            lines = {"line": place.line, "framework_line": place.framework_line}
+        return lines if lines["line"] else line_fields(rank_calls.rank_summary.last_line)
 
     def was_missing(self, rank: int, *, since_ns: int) -> bool:
         """Whether others had waited for a rank since `since_ns`, longer than a stall, when it was
@@ -356,6 +361,20 @@ class Context:
         if self.job_calls.stale or None in lasts or len(lasts) != 1:
             return False
         return all(rank_calls.in_collective_since_ns is not None for rank_calls in ranks)
+
+    @cached_property
+    def has_not_begun(self) -> bool:
+        """Whether the job has completed no step and no collective: it is starting."""
+        ranks = self.job_calls.by_rank.values()
+        if any(rank_calls.rank_summary.last_step for rank_calls in ranks):
+            return False
+        keys = {key for rank_calls in ranks for key in rank_calls.counts}
+        return not any(self._is_completed_once(key) for key in keys)
+
+    def _is_completed_once(self, key: StreamKey) -> bool:
+        """Whether all members of a stream with data have issued its first call."""
+        members = [rank for rank in self.job_calls.members(key) if rank in self.job_calls.by_rank]
+        return all(self.job_calls.by_rank[rank].counts.get(key, 0) for rank in members)
 
     @property
     def is_unknown_end(self) -> bool:

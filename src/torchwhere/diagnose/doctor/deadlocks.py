@@ -324,7 +324,7 @@ def _changes_only_peer(rank_calls: RankCalls, deviation: Deviation) -> bool:
         due.destination == issued.destination
     )
     places = rank_calls.place_of(*deviation.like), rank_calls.place_of(*deviation.issued)
-    lines = {place.line if place is not None else None for place in places}
+    lines = {place.full_line if place is not None else None for place in places}
     return is_same_way and due.source != due.destination and len(lines) == 1 and deviation.is_new
 
 

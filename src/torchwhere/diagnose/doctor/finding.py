@@ -46,7 +46,7 @@ class CallRef(NamedTuple):
         values = place.to_dict()
         if place.module is None and place.certainty is Certainty.UNKNOWN:
             values["pass"] = None
-        names = ("step", "pass", "module", "line")
+        names = ("step", "pass", "module", "line", "framework_line")
         return previous.to_dict(job_calls) | {name: values[name] for name in names}
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Finding
-from torchwhere.diagnose.doctor.verdict import VerdictKind
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, VerdictKind
 from torchwhere.gpus.match import devices_of, gpu_of, gpus_of, host_name, host_of
 from torchwhere.gpus.samples import Gpu, GpuSample, bare_uuid
 
@@ -102,7 +102,7 @@ def gpu_evidence(context: Context, finding: Finding) -> tuple[list[GpuEvidence],
 
     Clocks say something only about a rank that is slow and a device that hangs.
     """
-    if finding.kind is VerdictKind.HEALTHY:
+    if finding.kind in NO_FAULT:
         return [], []
     is_on_device = bool(finding.facts.get("on_device"))
     gpus = RankGpus(context)

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.core.place import Pass, line_fields
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.stream_calls import CallWindow
@@ -36,6 +37,7 @@ class Mismatch:
     # if the largest cohort is not unique: ranks that changed since the step before
     deviated: tuple[int, ...] = ()
     has_new_op: bool = False  # they deviated by an op that they had not issued in the group before
+    is_own_call: bool = False  # they deviated by a call that only the user's own code can issue
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -80,9 +82,14 @@ def _in_signature(job_calls: JobCalls, window: CallWindow) -> Mismatch | None:
         return mismatch
     # DDP rebuilds its buckets after the first step, so all ranks issue new shapes there.
     novel = window.members_of(_has_new_op(job_calls, window, column))
-    if not 0 < len(novel) < len(window.ranks):
-        return mismatch
-    return replace(mismatch, deviated=tuple(sorted(novel)), has_new_op=True)
+    if 0 < len(novel) < len(window.ranks):
+        return replace(mismatch, deviated=tuple(sorted(novel)), has_new_op=True)
+    # The code of torch and of a framework is the same on all ranks. A branch on the rank is in the
+    # user's own code.
+    own = window.members_of(_is_own_call(job_calls, window, column))
+    if 0 < len(own) < len(window.ranks):
+        return replace(mismatch, deviated=tuple(sorted(own)), is_own_call=True)
+    return mismatch
 
 
 def _has_new_op(job_calls: JobCalls, window: CallWindow, column: int) -> npt.NDArray[np.bool_]:
@@ -97,6 +104,23 @@ def _has_new_op(job_calls: JobCalls, window: CallWindow, column: int) -> npt.NDA
     rows = window.signature_ids[:, : column + 1].tolist()
     has_new = [op(row[-1]) not in {None, *map(op, set(row[:-1]))} for row in rows]
     return np.array(has_new) & (column > 0)
+
+
+def _is_own_call(job_calls: JobCalls, window: CallWindow, column: int) -> npt.NDArray[np.bool_]:
+    """For each class, whether the user's own code issued the call, outside any module. All false if
+    a call site is not known."""
+    sites = [
+        job_calls.shared_ids.site_ids[number] for number in window.site_ids[:, column].tolist()
+    ]
+    if None in sites:
+        return np.zeros(len(sites), np.bool_)
+    return np.array(
+        [
+            (module, pass_, beneficiary) == (None, Pass.OUTSIDE, None)
+            and line_fields(line)["framework_line"] is None
+            for module, pass_, line, beneficiary in sites
+        ]
+    )
 
 
 def _undamaged(job_calls: JobCalls, window: CallWindow) -> CallWindow | None:

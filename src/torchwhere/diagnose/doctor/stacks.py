@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import re
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchwhere.core.events import Event
+from torchwhere.core.framework_path import framework_path
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.processes.status import ProcessStatus
 
@@ -32,6 +33,25 @@ _COMPILING = re.compile(
     r"|/torch/_inductor/(codegen|fx_passes)/"
 )
 _RUNS_COMPILED = frozenset({"run", "wrapper"})  # of those files, what calls the finished code
+# Frames that are on the stack while a checkpoint is written or read: torch, safetensors, and the
+# usual names of such functions in trainers and scripts. `torch.utils.checkpoint` is not among them.
+_SAVING = re.compile(
+    r"/torch/serialization\.py:\d+ in _?(legacy_)?save$"
+    r"|/torch/distributed/checkpoint/state_dict_saver\.py"
+    r"|/safetensors/\w+\.py:\d+ in (save|serialize)"
+    r"| in (\w*_)?save_(checkpoint|ckpt|model|snapshot|state|pretrained|weights|sharded)\w*$"
+)
+_LOADING_CHECKPOINT = re.compile(
+    r"/torch/serialization\.py:\d+ in _?(legacy_)?load$"
+    r"|/torch/distributed/checkpoint/state_dict_loader\.py"
+    r"|/safetensors/\w+\.py:\d+ in (load|deserialize)"
+    r"| in (\w*_)?load_(checkpoint|ckpt|model|snapshot|pretrained|weights|sharded)\w*$"
+    r"| in from_pretrained$"
+)
+_EVALUATION = re.compile(
+    r"/evaluation_loop\.py| in (\w*_)?(eval|evaluate|evaluation|validate|validation)(_\w*)?$"
+)
+_TORCH = re.compile(r"/torch/|/torchwhere/")  # has functions with such names that check arguments
 # Functions that wait in C++ for a collective that C++ issued, or that was issued earlier.
 _WAITS = frozenset({"_engine_run_backward", "wait_tensor", "trigger_wait", "wait", "synchronize"})
 _MAKES_GROUPS = frozenset(
@@ -54,7 +74,10 @@ class Activity(StrEnum):
     HOLDING_GIL = "holding the GIL"
     DATA_LOADING = "data loading"
     IMPORT = "import"
+    SAVING = "saving"
+    LOADING_CHECKPOINT = "loading a checkpoint"
     COMPILATION = "compilation"
+    EVALUATION = "evaluation"
     BUILD = "build"
     BUILD_LOCK = "build lock"  # another process builds, or a killed one has left its lock
     FILE_LOCK = "file lock"
@@ -70,6 +93,17 @@ class Activity(StrEnum):
     DISTRIBUTED = "distributed"  # in torch.distributed, outside any recorded collective
     RUNNING = "running"
     SLEEPING = "sleeping"
+
+
+WAITS_FOR_WORKERS = frozenset(
+    {
+        Activity.DATA_LOADING,
+        Activity.COMPILATION,
+        Activity.PROCESS,
+        Activity.POOL,
+        Activity.QUEUE,
+    }
+)
 
 
 class Hold(NamedTuple):
@@ -122,6 +156,20 @@ def user_line(stack: tuple[str, ...]) -> str | None:
     return next((frame.where for frame in frames(stack) if frame.is_users), None)
 
 
+def stack_lines(stack: tuple[str, ...], *, folder: object) -> dict[str, Any]:
+    """The fields `line` and `framework_line` of a `Place`, from a stack. Both are None without a
+    line of the user. The line is relative to `folder`, the working folder of the rank."""
+    line = user_line(stack)
+    if line is None:
+        return {"line": None, "framework_line": None}
+    inside = ((framework_path(frame.where), frame.function) for frame in _inside(stack))
+    framework_lines = (f"{where} {function}" for where, function in inside if where is not None)
+    return {
+        "line": line.removeprefix(f"{folder}/"),
+        "framework_line": next(framework_lines, None),
+    }
+
+
 def is_in_collective(call: Event | None, status: ProcessStatus) -> bool | None:
     """Whether a stack is inside the rank's last collective; None if unknown or there is no
     stack."""
@@ -150,11 +198,38 @@ def holding(rank_calls: RankCalls, status: ProcessStatus) -> Hold | None:
         return hold
     if rank_calls.is_compiling:
         return Hold(Activity.COMPILATION)
+    if is_evaluating(status.stack):
+        return Hold(Activity.EVALUATION)
     if status.stack and status.state == "R":
         return Hold(Activity.RUNNING)
     if status.stack and status.state in ("S", "D"):
         return Hold(Activity.SLEEPING)
     return None
+
+
+def long_work(stack: tuple[str, ...]) -> Activity | None:
+    """The work on a stack that takes long in a healthy job too: saving or loading a checkpoint, or
+    compiling; None if there is none."""
+    if any(_SAVING.search(frame) for frame in stack):
+        return Activity.SAVING
+    if any(_LOADING_CHECKPOINT.search(frame) for frame in stack):
+        return Activity.LOADING_CHECKPOINT
+    is_compiling = any(
+        _COMPILING.search(frame.where) and frame.function not in _RUNS_COMPILED
+        for frame in frames(stack)
+        if frame.function != "<module>"
+    )
+    return Activity.COMPILATION if is_compiling else None
+
+
+def is_importing(stack: tuple[str, ...]) -> bool:
+    """Whether a module is being imported, also one of the user's."""
+    return _is_importing(frames(stack))
+
+
+def is_evaluating(stack: tuple[str, ...]) -> bool:
+    """Whether a function of the script or of a trainer evaluates the model, by its name."""
+    return any(_EVALUATION.search(frame) and not _TORCH.search(frame) for frame in stack)
 
 
 # -- frames ----------------------------------------------------------------------------------------
@@ -206,10 +281,9 @@ def _called(stack: tuple[str, ...]) -> Activity | None:
     own = _inside(stack)
     if _is_importing(own):
         return Activity.IMPORT
-    if any(
-        _COMPILING.search(frame.where) and frame.function not in _RUNS_COMPILED for frame in every
-    ):
-        return Activity.COMPILATION
+    work = long_work(stack)
+    if work is not None:
+        return work
     if any(_BATON in frame.where for frame in own):
         return Activity.BUILD_LOCK
     for frame in reversed(own):  # the outermost is what the user called

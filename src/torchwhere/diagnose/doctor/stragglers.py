@@ -14,7 +14,6 @@ it lacks a CPU is named only after a longer time (`lateness.py`). The verdict is
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.core.events import Event, Kind
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.stream_calls import CallWindow, StreamCalls
@@ -36,6 +34,8 @@ from torchwhere.diagnose.doctor.lateness import (
     cpu_contention,
     lost,
 )
+from torchwhere.diagnose.doctor.lost_between import Moment, lost_between
+from torchwhere.diagnose.doctor.stack_samples import SampledPlace
 
 _ROUNDS = 50  # examined at the end of the run; then twice as many, and so on
 _COST = 0.15  # share of the job's time; less is not reported
@@ -54,15 +54,6 @@ _CHANCE = 1e-5  # of a false alarm, if all ranks are late equally often
 _MOST_OF_IT = 0.8  # of all lost time: the larger delays
 _PAUSE = 4  # times as long as usual between two delays: after that, lateness counts as new
 _ASKED = 16  # delays of a rank that are checked for another cause
-
-
-class Moment(NamedTuple):
-    """A record of a rank: what it did, and where."""
-
-    action: str
-    pass_: str | None  # of the module
-    module: str | None
-    line: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +77,7 @@ class Straggler:
     group: str | None = None  # whose collectives are counted if no steps are
     since_number: int | None = None  # the first of them
     on_device: bool = False  # the device comes late to the collectives, not the CPU
+    sampled: SampledPlace | None = None  # where its stack was while it was late
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ranks": list(self.ranks)}
@@ -286,7 +278,7 @@ def _straggler(job_calls: JobCalls, late: _Late, ranks: tuple[int, ...]) -> Stra
     row, losses = late.rows[0], late.lost
     chosen = late.first + np.flatnonzero(late.is_late[late.first :])
     since = int(losses.labels[_since(late)])
-    after, before, phase = _where(job_calls, late.window, row, losses.latest(row, chosen))
+    after, before, phase = lost_between(job_calls, late.window, row, losses.latest(row, chosen))
     return Straggler(
         rank=late.window.ranks[row],
         ranks=ranks,
@@ -374,35 +366,3 @@ def _first_after(calls: StreamCalls, record: int) -> int:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if calls.record(middle) <= record else (low, middle)
     return low
-
-
-def _where(
-    job_calls: JobCalls, window: CallWindow, row: int, columns: list[int]
-) -> tuple[Moment | None, Moment | None, str | None]:
-    """The two records between which a late rank loses its time most often, and the phase."""
-    box, calls = job_calls.by_rank[window.ranks[row]].box, window.calls[row]
-    spans: Counter[tuple[Moment, Moment, str | None]] = Counter()
-    for column in columns if box is not None else ():
-        assert box is not None
-        number = window.first + column
-        span = calls.record(max(number - 1, calls.first)), calls.record(number)
-        begin, at = (int(index) for index in np.searchsorted(box.records["number"], span))
-        gaps = np.diff(box.records["t_ns"][begin : at + 1].astype(np.int64))
-        if not len(gaps) or at >= len(box.records):
-            continue
-        end = begin + int(gaps.argmax()) + 1
-        end += int(box.records["kind"][end] == Kind.MEMORY)  # written with the end of the step
-        earlier, later = box.event(end - 1), box.event(end)
-        phase = earlier.fields.get("phase") if earlier.kind == "phase_begin" else None
-        spans[_moment(earlier), _moment(later), phase] += 1
-    return spans.most_common(1)[0][0] if spans else (None, None, None)
-
-
-def _moment(event: Event) -> Moment:
-    fields, place = event.fields, event.place
-    return Moment(
-        action=str(fields.get("op") or fields.get("phase") or event.kind),
-        pass_=place.pass_ if place.module is not None else None,
-        module=place.module,
-        line=place.line,
-    )

@@ -9,8 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 from torchwhere.core.device_place import DevicePlace
-from torchwhere.core.place import Certainty, Place
+from torchwhere.core.place import RANK_FIELDS, Certainty, Place
 from torchwhere.core.results import Shown, Tabular
+from torchwhere.processes.status import WorkerStatus
 
 
 class VerdictKind(StrEnum):
@@ -24,6 +25,7 @@ class VerdictKind(StrEnum):
         STRAGGLER: The job progresses, but some ranks are late repeatedly.
         TOGETHER: All ranks are blocked in the same place, and none is missing: suspect the network
             or a device.
+        PARTIAL: No fault is known, but not all ranks are watched.
         HEALTHY: None of these.
     """
 
@@ -33,7 +35,11 @@ class VerdictKind(StrEnum):
     DEAD = "dead"
     STRAGGLER = "straggler"
     TOGETHER = "together"
+    PARTIAL = "partial"
     HEALTHY = "healthy"
+
+
+NO_FAULT = frozenset({VerdictKind.PARTIAL, VerdictKind.HEALTHY})
 
 
 class State(StrEnum):
@@ -65,6 +71,8 @@ class RankReport(Shown):
         detail: How it exited, or what blocks it.
         stack: Its Python stack, innermost line first, if available.
         device: Where its device is, beside its CPU; None if that is not known.
+        workers: The processes that it waits for, for example its DataLoader workers, with their
+            stacks.
     """
 
     state: State
@@ -73,17 +81,17 @@ class RankReport(Shown):
     detail: str | None = None
     stack: tuple[str, ...] = ()
     device: DevicePlace | None = None
+    workers: tuple[WorkerStatus, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         place = self.place.to_dict()
-        fields = {"state": str(self.state)} | {
-            name: place[name] for name in ("step", "pass", "module", "call", "line")
-        }
+        fields = {"state": str(self.state)} | {name: place[name] for name in RANK_FIELDS}
         return fields | {
             "last": self.last,
             "detail": self.detail,
             "stack": list(self.stack),
             "device": self.device.to_dict() if self.device is not None else None,
+            "workers": [worker.to_dict() for worker in self.workers],
         }
 
 
@@ -103,11 +111,11 @@ class Verdict(Shown, Tabular):
         explanation: Sentences: the fault, the cause, what to look at.
         facts: Data of this kind of verdict: cohorts, the cycle of waits, lateness.
 
-    As JSON, `ranks` is `{rank: {state, step, pass, module, call, line, last, detail, stack,
-    device}}`, complete for up to 256 ranks. Beyond that, the culprits and one rank of each kind are
-    complete, and all others have `{state, step, like}`: `like` is the rank whose report represents
-    theirs, and `alike_in` lists the fields in which they are equal (16,384 ranks: about 1 MB). In
-    Python all reports are always complete.
+    As JSON, `ranks` is `{rank: {state, step, pass, module, call, line, framework_line, last,
+    detail, stack, device, workers}}`, complete for up to 256 ranks. Beyond that, the culprits and
+    one rank of each kind are complete, and all others have `{state, step, like}`: `like` is the
+    rank whose report represents theirs, and `alike_in` lists the fields in which they are equal
+    (16,384 ranks: about 1 MB). In Python all reports are always complete.
 
     Example:
         verdict = torchwhere.doctor("run/")
@@ -230,7 +238,7 @@ _GET: dict[str, Any] = {
     "pass": lambda report, place, last: place.pass_,
     "module": lambda report, place, last: place.module,
     "call": lambda report, place, last: place.call,
-    "line": lambda report, place, last: place.line,
+    "line": lambda report, place, last: place.full_line,
     "detail": lambda report, place, last: report.detail,
     "op": lambda report, place, last: last.get("op"),
     "group": lambda report, place, last: last.get("group"),

@@ -15,17 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torchwhere.blackbox.file_names import stall_file
 from torchwhere.blackbox.issued import Issued
 from torchwhere.blackbox.live_box import LiveBox
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Event
-from torchwhere.core.place import Place
+from torchwhere.core.place import RANK_FIELDS, Place
 from torchwhere.core.stall import NO_PROGRESS_S, no_progress_s
 from torchwhere.diagnose.doctor.exit_records import ended_well
-from torchwhere.diagnose.doctor.stacks import user_line
+from torchwhere.diagnose.doctor.stacks import stack_lines
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.processes.look import read_text, stall_stack
+from torchwhere.processes.look import saved_stack
 from torchwhere.processes.status import ProcessStatus
 
 _STEPS = 5  # a rank that has been in a step for as long as so many take has no speed
@@ -54,13 +53,9 @@ class RankNow:
         place = self.live_box.place()
         if place.line is not None or not self.is_stalled:
             return place
-        return replace(place, line=self._stack_line())
-
-    def _stack_line(self) -> str | None:
-        """The user's line in the stack that a stalled rank has saved; None if there is none."""
-        text = read_text(stall_file(self.live_box.path))
-        stack, _ = stall_stack(text, last_ns=self.live_box.moved_ns)
-        return (user_line(stack) or "").removeprefix(f"{self.live_box.meta.get('folder')}/") or None
+        # the lines in the stack that a stalled rank has saved
+        stack = saved_stack(self.live_box.path, moved_ns=self.live_box.moved_ns)
+        return replace(place, **stack_lines(stack, folder=self.live_box.meta.get("folder")))
 
     @cached_property
     def issued(self) -> Issued | None:
@@ -100,7 +95,7 @@ class RankNow:
         return {
             "rank": self.rank,
             "state": str(self.state),
-            **{name: place[name] for name in ("step", "pass", "module", "call", "line")},
+            **{name: place[name] for name in RANK_FIELDS},
             "phase": self.live_box.phase(),
             "last": last,
             "age_s": round(self.age_s, 3),

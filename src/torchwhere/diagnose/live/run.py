@@ -121,6 +121,6 @@ def _key(rank: RankNow) -> Key:
     if not rank.is_trouble:
         return rank.state, rank.step
     place, issued = rank.place, rank.issued
-    where = place.pass_, place.module, place.line
+    where = place.pass_, place.module, place.full_line
     last = (issued.op, rank.group, issued.number) if issued is not None else None
     return rank.state, rank.is_blamed, rank.is_stalled, rank.step, where, last, rank.detail

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.file_format import NO_STEP
-from torchwhere.core.place import shown
+from torchwhere.core.place import line_text, shown
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.stream_calls import StreamCalls, signature_ids
@@ -252,7 +252,7 @@ class _StreamReader:
         ranks = self._shown_ranks()
         return StreamRows(
             group=_title(self._job_calls, self._key),
-            desc=self._job_calls.group(self._key).desc,
+            desc=self._job_calls.group(self._key).description,
             members=self._members,
             window=self._window(),
             rows=self._rows(mismatch),
@@ -304,7 +304,7 @@ class _StreamReader:
             op=cut(signature.op),
             bytes=signature.bytes,
             step=None if step == NO_STEP else step,
-            line=cut(line) if line is not None else None,
+            line=cut(line_text(line)) if line is not None else None,
             module=cut(shown(module)) if module is not None else None,
             of=len(self._members),
             **arrivals,

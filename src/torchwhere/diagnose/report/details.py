@@ -63,7 +63,7 @@ def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
     members of the verdict's group, and others up to the limit."""
     places = [(rank, report.state, report.place) for rank, report in verdict.ranks.items()]
     kinds = grouped(
-        ((state, place.pass_, place.module, place.line), rank) for rank, state, place in places
+        ((state, place.pass_, place.module, place.full_line), rank) for rank, state, place in places
     )
     by_size = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     heads = [ranks[0] for ranks in by_size]

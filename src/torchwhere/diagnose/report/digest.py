@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
-from torchwhere.core.events import Kind
+from torchwhere.core.events import Kind, SideKind
 from torchwhere.core.place import PASS_LABELS
 from torchwhere.diagnose.phases import last_ns
 from torchwhere.diagnose.report.spans import module_times
@@ -53,6 +53,7 @@ class DigestedBox(NamedTuple):
     phases: dict[PhaseKey, PhaseSum] = {}  # noqa: RUF012 - never changed
     until_ns: int = 0  # the time at which the phase sums were read
     compilations: tuple[CompilationRow, ...] = ()
+    has_parts: bool = False  # whether the box has the parts of steps
 
     @property
     def complete_steps(self) -> tuple[int, int] | None:
@@ -93,6 +94,7 @@ class Digest:
             phases=phases,
             until_ns=last_ns(box) if phases else 0,
             compilations=_compilations(box) if kinds[Kind.COMPILE_BEGIN] else (),
+            has_parts=bool((box.side_records["kind"] == SideKind.STEP_TIMES).any()),
         )
 
     def _module_times(

@@ -26,6 +26,14 @@ class NoDeviceTimes(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class NoStepParts(Fact):
+    """The run has too many ranks: the report leaves out the parts of their steps."""
+
+    ranks: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModulesNote(Fact):
     """Whether module times were recorded, and the number of rows that the tree leaves out."""
 

@@ -1,7 +1,9 @@
-"""The phases section of a report: the table over all ranks, and the time of each rank in a phase.
+"""The phases section of a report: the table over all ranks, the time of each rank in a phase, and
+the parts of a step on each rank.
 
 Takes the phase sums of the boxes, gives `PhaseHeat`. `diagnose/phases.py` defines phases and their
-times.
+times, `diagnose/step_parts.py` the parts. The parts need all boxes again, because the wait of one
+rank depends on all others. So a run with more than `MOST_RANKS` ranks has none.
 """
 
 from __future__ import annotations
@@ -12,12 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from torchwhere.blackbox.run import RunSummary, read_again
 from torchwhere.core.rank_text import ranks_text
+from torchwhere.core.results import Fact
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.phases import PhaseRow, Phases, table
 from torchwhere.diagnose.report.digest import DigestedBox
+from torchwhere.diagnose.report.facts import NoStepParts
 from torchwhere.diagnose.report.steps import buckets, rounded, worst
 from torchwhere.diagnose.report.texts import cut, milliseconds
+from torchwhere.diagnose.step_parts import PART_NAMES, JobStepParts, step_parts_of
 
+MOST_RANKS = 256
 _MOST_PHASES = 64
 
 
@@ -29,6 +37,7 @@ class PhaseHeat:
     ranks: tuple[str, ...]
     # for each phase, the largest total of each entry in `ranks`
     ms: tuple[tuple[float | None, ...], ...]
+    parts: JobStepParts | None = None
 
     def to_dict(self) -> dict[str, Any]:
         rows = self.phases.rows[:_MOST_PHASES]
@@ -39,11 +48,36 @@ class PhaseHeat:
                 "ranks": list(self.ranks),
                 "ms": [list(totals) for totals in self.ms],
             },
+            "parts": _parts_json(self.parts) if self.parts is not None else [],
         }
 
 
-def phase_heat(boxes: Mapping[int, DigestedBox]) -> PhaseHeat:
-    """The phases of all ranks that recorded any."""
+def _parts_json(parts: JobStepParts) -> list[dict[str, Any]]:
+    """The mean step of each rank, in ms."""
+    return [
+        {
+            "rank": rank,
+            "steps": len(own),
+            "step": milliseconds(own.mean_ns()),
+            **{name: milliseconds(own.mean_ns(name)) for name in PART_NAMES},
+        }
+        for rank, own in parts.by_rank.items()
+    ]
+
+
+def job_step_parts(
+    run: RunSummary[Any], boxes: Mapping[int, DigestedBox], clocks: HostClocks
+) -> tuple[JobStepParts | None, list[Fact]]:
+    """The parts of the steps, or why the report does not have them."""
+    if not any(box.has_parts for box in boxes.values()):
+        return None, []
+    if len(run.boxes) > MOST_RANKS:
+        return None, [NoStepParts(len(run.boxes), MOST_RANKS)]
+    return step_parts_of(lambda: read_again(run, sorted(run.boxes)), clocks=clocks), []
+
+
+def phase_heat(boxes: Mapping[int, DigestedBox], parts: JobStepParts | None = None) -> PhaseHeat:
+    """The phases of all ranks that recorded any, and the parts of their steps."""
     phases = table({rank: (box.phases, box.until_ns) for rank, box in boxes.items() if box.phases})
     shared = buckets(phases.ranks)
     ms = []
@@ -56,7 +90,7 @@ def phase_heat(boxes: Mapping[int, DigestedBox]) -> PhaseHeat:
         padded = np.append(totals, np.full(-len(totals) % size, np.nan)).reshape(-1, size)
         ms.append(tuple(rounded(worst(padded.T))))
     labels = tuple(cut(ranks_text(ranks)) for ranks in shared) if ms else ()
-    return PhaseHeat(phases, labels, tuple(ms))
+    return PhaseHeat(phases, labels, tuple(ms), parts)
 
 
 def _name(row: PhaseRow) -> str:

@@ -32,7 +32,7 @@ from torchwhere.diagnose.report.graph_rows import GraphRow, graphs
 from torchwhere.diagnose.report.layouts import LayoutTexts, layout_texts
 from torchwhere.diagnose.report.log import MOST_RANKS, LogDigest, log, log_files
 from torchwhere.diagnose.report.modules import Modules, modules
-from torchwhere.diagnose.report.phase_heat import PhaseHeat, phase_heat
+from torchwhere.diagnose.report.phase_heat import PhaseHeat, job_step_parts, phase_heat
 from torchwhere.diagnose.report.ranks import Ranks, newest_ns, ranks
 from torchwhere.diagnose.report.steps import Steps, steps
 from torchwhere.diagnose.report.texts import cut
@@ -116,7 +116,8 @@ def make_report(
     when = align_hosts(run)
     left_out: list[Fact] = [EarlierBoxes(len(run.earlier))] if run.earlier else []
     device, without_device = device_times(run, job_calls, when)
-    left_out += without_device
+    parts, without_parts = job_step_parts(run, boxes, when)
+    left_out += [*without_device, *without_parts]
     return Report(
         title=run.folder.resolve().name,
         made_at=made_at if made_at is not None else datetime.now(UTC),
@@ -132,7 +133,7 @@ def make_report(
         modules=modules(job_calls, boxes),
         collectives=streams(job_calls, verdict, when),
         steps=steps(job_calls, boxes, verdict, when),
-        phases=phase_heat(boxes),
+        phases=phase_heat(boxes, parts),
         layout=_layout(run, near),
         graphs=tuple(graphs(boxes)),
         log=log(_for_log(run, near, verdict), log_files(find_logs(run.folder, None))),

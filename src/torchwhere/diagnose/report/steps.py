@@ -20,7 +20,7 @@ from torchwhere.core.rank_text import ranks_text
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.stragglers import straggler
-from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.diagnose.report.digest import MOST_STEPS, DigestedBox
 from torchwhere.diagnose.report.texts import cut, milliseconds
 
@@ -96,7 +96,7 @@ def steps(
 def _late(job_calls: JobCalls, verdict: Verdict, clocks: HostClocks) -> list[int]:
     """Ranks that repeatedly arrive late at collectives. A verdict without a hang has searched for
     them already."""
-    if verdict.kind in (VerdictKind.STRAGGLER, VerdictKind.HEALTHY):
+    if verdict.kind in NO_FAULT | {VerdictKind.STRAGGLER}:
         return list(verdict.culprits)
     late = straggler(job_calls, align_clocks=lambda: clocks)
     return list(late.ranks) if late is not None else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchwhere.blackbox.string_table import title_in
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place, shown
 from torchwhere.core.units import amount
@@ -31,7 +32,7 @@ def place_text(place: Place) -> str:
         text = f"{place.pass_} of {name}"
     else:
         text = "outside any module" if place.pass_ == "outside" else place.pass_
-    return cut(f"{text}, {place.line}" if place.line else text)
+    return cut(f"{text}, {place.full_line}" if place.line else text)
 
 
 def call_text(op: object, title: str, nbytes: object) -> str:
@@ -44,8 +45,6 @@ def event_text(event: Event) -> str:
     """The content of an event without its kind and place."""
     fields: dict[str, Any] = event.fields
     if event.kind == "collective":
-        title = fields.get("mesh_dim") or fields.get("group_desc") or fields.get("group")
-        return call_text(
-            f"{fields.get('op')} #{fields.get('number')}", str(title), fields.get("bytes")
-        )
+        op = f"{fields.get('op')} #{fields.get('number')}"
+        return call_text(op, str(title_in(fields)), fields.get("bytes"))
     return cut(event.detail)

@@ -14,6 +14,7 @@ from torchwhere.diagnose.report.facts import (
     ModulesNote,
     MoreLayouts,
     NoDeviceTimes,
+    NoStepParts,
     ShownCalls,
     UnusualShard,
 )
@@ -37,6 +38,14 @@ def _(fact: EarlierBoxes) -> str:
 def _(fact: NoDeviceTimes) -> str:
     return (
         f"times of the devices: left out, because {fact.ranks:,} ranks are more than {fact.most};"
+        " torchwhere phases shows them"
+    )
+
+
+@fact_text.register
+def _(fact: NoStepParts) -> str:
+    return (
+        f"parts of the steps: left out, because {fact.ranks:,} ranks are more than {fact.most};"
         " torchwhere phases shows them"
     )
 

@@ -50,6 +50,7 @@ _BADGES = {  # a word and a symbol: never a colour alone
     "dead": ("DEAD", "✕"),
     "straggler": ("STRAGGLER", "▸"),
     "together": ("HANG, ALL TOGETHER", "■"),
+    "partial": ("NOT ALL RANKS WATCHED", "?"),
     "healthy": ("HEALTHY", "✓"),
 }
 _STACK_BEGINS, _STACK_LINE, _NOT_KNOWN = "  stack of rank", "    ", "Not known: "

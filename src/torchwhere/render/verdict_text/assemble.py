@@ -10,11 +10,12 @@ from typing import Any
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
-from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.context import Context, Detail
 from torchwhere.diagnose.doctor.device_memory import OutOfDeviceMemory, out_of_device_memory
 from torchwhere.diagnose.doctor.examine import Diagnosis
 from torchwhere.diagnose.doctor.finding import Cause, Finding, shown_fields
 from torchwhere.diagnose.doctor.gpu_evidence import GpuEvidence, gpu_evidence
+from torchwhere.diagnose.doctor.partly_watched import PartlyWatched
 from torchwhere.diagnose.doctor.rules.alltoall_splits import UnmatchedSplits
 from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
 from torchwhere.diagnose.doctor.rules.device_hang import (
@@ -45,7 +46,8 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
 from torchwhere.diagnose.doctor.rules.straggler import LateRanks
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
 from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
-from torchwhere.diagnose.doctor.verdict import RankReport, Verdict, VerdictKind
+from torchwhere.diagnose.doctor.stacks import WAITS_FOR_WORKERS, Hold
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, RankReport, Verdict, VerdictKind
 from torchwhere.diagnose.dump_hang import (
     DifferentOrder,
     IncompleteCall,
@@ -53,6 +55,15 @@ from torchwhere.diagnose.dump_hang import (
     NothingPending,
     ProgressedMeanwhile,
     UnreachedCall,
+)
+from torchwhere.diagnose.stack_hang import (
+    AllBlocked,
+    AllWait,
+    AwaitedRanks,
+    GoneRanks,
+    NoHangSeen,
+    OpenWait,
+    PartlyBlocked,
 )
 from torchwhere.render.verdict_text import (
     deadlock,
@@ -65,6 +76,8 @@ from torchwhere.render.verdict_text import (
     mismatch,
     missing,
     no_fault,
+    stacks,
+    standstill,
     straggler,
 )
 from torchwhere.render.verdict_text.gpu import gpu_text, unknown_gpu_text
@@ -109,6 +122,11 @@ def _ended_unfinished_text(cause: EndedUnfinished, context: Context) -> list[str
     return exits.ended_text(context) + until_then + exits.gone_first_text(cause)
 
 
+def _partly_watched_text(cause: PartlyWatched, context: Context) -> list[str]:
+    watched = no_fault.partly_watched_text(cause, context)
+    return [*watched, *explain(cause.of_watched, context)]
+
+
 def _reactions_text(finding: Finding, context: Context) -> list[str]:
     """The ranks that failed only because of the culprits, if there are culprits."""
     return failures.reactions_text(context, finding.culprits) if finding.culprits else []
@@ -116,7 +134,7 @@ def _reactions_text(finding: Finding, context: Context) -> list[str]:
 
 def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
     """That the job was ended from outside after the fault."""
-    if not context.exits.ended_externally or kind is VerdictKind.HEALTHY:
+    if not context.exits.ended_externally or kind in NO_FAULT:
         return []
     if context.exits.was_interrupted:
         return ["Then Ctrl-C interrupted the job."]
@@ -163,7 +181,12 @@ def _report(context: Context, finding: Finding, rank: int) -> RankReport:
         detail=detail_text(detail) if detail is not None else None,
         stack=() if has_exit_stack else status.stack,
         device=context.device_place(rank),
+        workers=status.workers if _waits_for_workers(detail) else (),
     )
+
+
+def _waits_for_workers(detail: Detail | None) -> bool:
+    return isinstance(detail, Hold) and detail.activity in WAITS_FOR_WORKERS
 
 
 def _missing_data(context: Context) -> list[str]:
@@ -216,7 +239,8 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     ProgressingAtEnd: no_fault.progressing_at_end_text,
     UnobservedEnd: no_fault.unobserved_end_text,
     Quiet: no_fault.quiet_text,
-    Standstill: no_fault.standstill_text,
+    Standstill: standstill.standstill_text,
+    PartlyWatched: _partly_watched_text,
     EndedUnfinished: _ended_unfinished_text,
     NothingPending: dumps.nothing_pending_text,
     ProgressedMeanwhile: dumps.progressed_meanwhile_text,
@@ -224,4 +248,11 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     UnreachedCall: dumps.unreached_call_text,
     IncompleteCall: dumps.incomplete_call_text,
     DifferentOrder: dumps.different_order_text,
+    AwaitedRanks: stacks.awaited_ranks_text,
+    OpenWait: stacks.open_wait_text,
+    AllWait: stacks.all_wait_text,
+    AllBlocked: stacks.all_blocked_text,
+    GoneRanks: stacks.gone_ranks_text,
+    NoHangSeen: stacks.no_hang_seen_text,
+    PartlyBlocked: stacks.partly_blocked_text,
 }

@@ -105,7 +105,7 @@ def _groups_text(context: Context, deviation: Deviation) -> tuple[str, str]:
 
 
 def _line(call: Event | None) -> str | None:
-    return call.place.line if call is not None else None
+    return call.place.full_line or None if call is not None else None
 
 
 def _line_text(call: Event | None) -> str:

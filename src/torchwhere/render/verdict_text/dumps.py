@@ -198,7 +198,7 @@ def different_order_text(cause: DifferentOrder, context: Context) -> list[str]:
 
 
 def _at(context: Context, ranks: Sequence[int]) -> str:
-    line = context.place(ranks[0]).line
+    line = context.place(ranks[0]).full_line
     return f"before {line}" if line else f"on rank {ranks[0]}"
 
 

@@ -71,4 +71,6 @@ def _peak_text(peak: MemoryPeak) -> str:
     where = in_place(peak.place)
     if peak.place.certainty is Certainty.UNKNOWN:
         where = f"in step {peak.place.step}, in an unknown module"
+    elif peak.place.certainty is Certainty.INFERRED:  # several modules between two samples
+        where = f"{where}, or shortly before"
     return f"the peak was {at_least}{memory_amount(peak.peak_bytes)}, {where}"

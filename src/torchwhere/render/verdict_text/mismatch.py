@@ -119,6 +119,14 @@ def _tie_text(cause: DifferentCalls) -> list[str]:
                 f" an op that {they} had not issued in this group before."
             )
         ]
+    if mismatch.is_own_call:
+        return [
+            (
+                f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} issued"
+                " its call in your own code. The other call comes from torch or from a framework,"
+                " whose code is the same on all ranks."
+            )
+        ]
     own = "its own" if len(mismatch.deviated) == 1 else "their own"
     return [
         (
@@ -133,9 +141,9 @@ def _branch_text(cause: DifferentCalls) -> list[str]:
     before, call = cause.last_common, cause.call
     if before is None or call is None or not before.place.line:
         return []
-    line = before.place.line
-    is_one_line = call.place.line in (line, None)
-    where = f"before {line}" if is_one_line else f"between {line} and {call.place.line}"
+    line = before.place.full_line
+    is_one_line = call.place.full_line in (line, "")
+    where = f"before {line}" if is_one_line else f"between {line} and {call.place.full_line}"
     after = f"the replay at {line}" if _is_replay(before) else line
     return [
         (
@@ -166,7 +174,7 @@ def unmatched_splits_text(cause: UnmatchedSplits, context: Context) -> list[str]
             " do not show which split is wrong"
         )
     place = context.job_calls.by_rank[cause.ranks[0]].place_of(cause.key, cause.number)
-    where = f" at {place.line}" if place is not None and place.line else ""
+    where = f" at {place.full_line}" if place is not None and place.line else ""
     lines.append(
         f"Look at: how the split sizes{where} are computed, and whether they change after the ranks"
         " have exchanged them."

@@ -20,6 +20,7 @@ from torchwhere.render.verdict_text.phrases import (
     survived_text,
     tensors_text,
 )
+from torchwhere.render.verdict_text.standstill import overdue_text
 
 _MOST_RANKS = 4  # that have a line of their own
 
@@ -29,6 +30,7 @@ def missing_ranks_text(cause: MissingRanks, context: Context) -> list[str]:
     # stopped, or exited, inside the call
     is_inside = first is not None and first.counts.get(cause.wait.key, 0) > cause.wait.number
     lines = _inside_text(cause, context) if is_inside else _never_issued_text(cause, context)
+    lines += overdue_text(cause.pause, context)
     return lines + _excuses_text(cause) + _elsewhere_ranks_text(cause)
 
 
@@ -133,10 +135,11 @@ def _branch_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[str
     call = issued_call(context.job_calls, wait)
     if before is not None and call is not None and call.place.line:
         is_are = "is" if len(ranks) == 1 else "are"
-        after = f"{before.place.line or 'its last collective'}{step_text(before)}"
+        after = f"{before.place.full_line or 'its last collective'}{step_text(before)}"
         lines.append(
             f"Likely cause: {ranks_phrase(ranks)} took a different code path, or {is_are} blocked,"
-            f" after {after}. Look at: conditions on rank, step or data before {call.place.line}."
+            f" after {after}. Look at: conditions on rank, step or data before"
+            f" {call.place.full_line}."
         )
     return lines
 

@@ -3,10 +3,11 @@ cause."""
 
 from __future__ import annotations
 
-from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.rank_text import ranks_phrase, watched_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.doctor.partly_watched import PartlyWatched
 from torchwhere.diagnose.doctor.rules.exited import TimedOutTogether
 from torchwhere.diagnose.doctor.rules.lost_data import LostData
 from torchwhere.diagnose.doctor.rules.no_fault import (
@@ -17,7 +18,6 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
     ProgressingAtEnd,
     Quiet,
     ShortWait,
-    Standstill,
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
@@ -87,6 +87,14 @@ def finished_text(cause: Finished, context: Context) -> list[str]:
     return [f"{finished}. {pace_text(cause.pace)}"]
 
 
+def partly_watched_text(cause: PartlyWatched, context: Context) -> list[str]:
+    world_size = context.run.world_size
+    watched = watched_phrase(world_size - len(cause.unwatched), world_size)
+    return [
+        f"{watched}, and no fault is known. There is no data for {ranks_phrase(cause.unwatched)}."
+    ]
+
+
 def progressing_text(cause: Progressing, context: Context) -> list[str]:
     return [f"Progressing. {pace_text(cause.pace)}"]
 
@@ -130,33 +138,6 @@ def _last_text(last: InOneCall | CreatingGroup | ShortWait) -> str:
     )
 
 
-def standstill_text(cause: Standstill, context: Context) -> list[str]:
-    still = (
-        f"No progress for {cause.still_s:.1f} s, not yet called a hang: that is a wait of"
-        f" {cause.stall_s:g} s (--stall). {pace_text(cause.pace)}"
-    )
-    last = cause.last
-    if isinstance(last, InOneCall):
-        count = len(context.job_calls.by_rank)
-        are_in = all_ranks_text(count, single="is in", several="are in")
-        return [still, f"{are_in} {op_text(last.call)}. A normal pause looks the same."]
-    if isinstance(last, CreatingGroup):
-        verb = "creates" if len(last.ranks) == 1 else "create"
-        ranks = ranks_phrase(last.ranks).capitalize()
-        return [still, f"{ranks} {verb} a process group and may wait there for other ranks."]
-    if last is None:
-        return [still, *_place_lines(context)]
-    waiting = ranks_phrase(last.ranks).capitalize()
-    have = "has" if len(last.ranks) == 1 else "have"
-    return [
-        still,
-        (
-            f"{waiting} {have} waited for {ranks_phrase(last.awaited)} for {last.waited_s:.1f} s,"
-            f" in {op_text(last.call)}. A normal pause looks the same."
-        ),
-    ]
-
-
 def quiet_text(cause: Quiet, context: Context) -> list[str]:
     seconds = f"{cause.quiet_s:.0f} s"
     quiet = f"No rank has recorded anything for {seconds}, and no rank waits for another"
@@ -167,12 +148,12 @@ def quiet_text(cause: Quiet, context: Context) -> list[str]:
         )
     return [
         f"{quiet} in a collective. {pace_text(cause.pace)}",
-        *_place_lines(context),
+        *place_lines(context),
         "The boxes do not show whether they work there or hang. Look at: these lines.",
     ]
 
 
-def _place_lines(context: Context) -> list[str]:
+def place_lines(context: Context) -> list[str]:
     """The places of the ranks, one line for each of the first few."""
     places: dict[str, list[int]] = {}
     for rank in context.job_calls.by_rank:

@@ -29,6 +29,11 @@ def wait_over_text(now: Verdict) -> str:
     return f"torchwhere: the wait is over, the job goes on. {now.explanation[0]}"
 
 
+def pause_text(verdict: Verdict) -> str:
+    """That a long wait is a pause, for stderr."""
+    return " ".join(["torchwhere:", *(line.strip() for line in verdict.explanation)])
+
+
 def passed_text(now: Verdict) -> str:
     """That a wait which was printed is over, for the file of the verdict."""
     return f"It passed: the job went on. {now.explanation[0]}"

@@ -30,7 +30,7 @@ def place_text(place: Place) -> str:
     elif place.certainty is not Certainty.UNKNOWN:
         parts.append("outside any module")
     if place.line:
-        parts.append(place.line)
+        parts.append(place.full_line)
     if place.step is not None:
         parts.append(f"step {place.step}")
     return ", ".join(parts) or "an unknown place"
@@ -122,7 +122,10 @@ _ACTIVITIES = {
     ),
     Activity.DATA_LOADING: "in data loading",
     Activity.IMPORT: "importing a module",
+    Activity.SAVING: "saving a checkpoint",
+    Activity.LOADING_CHECKPOINT: "loading a checkpoint",
     Activity.COMPILATION: "in compilation",
+    Activity.EVALUATION: "evaluating the model",
     Activity.BUILD: "building a C++ extension",
     Activity.BUILD_LOCK: (
         "waiting for another process to build a C++ extension, or for a stale `lock` file that a"

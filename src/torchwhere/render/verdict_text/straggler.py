@@ -7,8 +7,10 @@ from typing import Any
 from torchwhere.core.place import shown
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.lost_between import Moment
 from torchwhere.diagnose.doctor.rules.straggler import LateRanks
-from torchwhere.diagnose.doctor.stragglers import Moment, Straggler
+from torchwhere.diagnose.doctor.stack_samples import SampledPlace
+from torchwhere.diagnose.doctor.stragglers import Straggler
 
 
 def late_ranks_text(cause: LateRanks, context: Context) -> list[str]:
@@ -28,12 +30,31 @@ def straggler_text(late: Straggler) -> list[str]:
             f"{_clocks_text(late)}{_cpu_text(late)}"
         )
     ]
-    if late.after is None or late.before is None:
-        return lines
-    subject = "It" if is_one else f"Rank {late.rank}, for example,"
-    phase = f"in phase {late.phase}, " if late.phase else ""
-    between = f"between {moment_text(late.after)} and {moment_text(late.before)}"
-    return [*lines, f"{subject} loses the time {phase}{between}."]
+    if late.after is not None and late.before is not None:
+        subject = "It" if is_one else f"Rank {late.rank}, for example,"
+        phase = f"in phase {late.phase}, " if late.phase else ""
+        between = f"between {moment_text(late.after)} and {moment_text(late.before)}"
+        lines.append(f"{subject} loses the time {phase}{between}.")
+    if late.sampled is not None:
+        lines.append(sampled_text(late.sampled, whose="its" if is_one else f"rank {late.rank}'s"))
+    return lines
+
+
+_PART_TEXTS = {
+    "data": ", while it loads data",
+    "checkpoint": ", while it saves a checkpoint",
+    "evaluation": ", while it evaluates",
+}
+
+
+def sampled_text(place: SampledPlace, *, whose: str) -> str:
+    """`71 of 90 samples of its stack are in tokenize (data.py:40), module layers.3.`"""
+    module = "" if place.module is None else f", module {shown(place.module)}"
+    inside = "" if place.inside is None else f", inside {place.inside}"
+    return (
+        f"{place.count} of {place.of} samples of {whose} stack are in"
+        f" {place.function} ({place.line}){module}{inside}{_PART_TEXTS.get(place.part, '')}."
+    )
 
 
 def _delay_text(late: Straggler) -> str:

@@ -15,6 +15,7 @@ from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Cause, Finding
+from torchwhere.diagnose.doctor.pauses import pause_of
 from torchwhere.diagnose.doctor.verdict import State, VerdictKind
 
 
@@ -73,7 +74,7 @@ def find_blocked_group_creation(context: Context) -> Finding | None:
         blame: _Blame | None = _Blame(VerdictKind.MISMATCH, _culprits(context, difference))
     else:
         blame = _blame(context, pending)
-    if blame is None:
+    if blame is None or _is_pause(context, blame, waited_s):
         return None
     return Finding(
         blame.kind,
@@ -83,6 +84,14 @@ def find_blocked_group_creation(context: Context) -> Finding | None:
         stalled_s=waited_s,
         facts={"gathering": _facts(pending)},
     )
+
+
+def _is_pause(context: Context, blame: _Blame, waited_s: float | None) -> bool:
+    """Whether the missing ranks of a running job still work, for example import modules."""
+    if context.timing.is_over or blame.kind is not VerdictKind.MISSING or not blame.culprits:
+        return False
+    pause = pause_of(context, blame.culprits)
+    return pause.kind is not None and (waited_s or 0.0) < pause.limit_s
 
 
 def _certainty(context: Context, pending: PendingGroup, blame: _Blame) -> Certainty:

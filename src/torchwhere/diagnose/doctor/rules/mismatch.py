@@ -121,7 +121,7 @@ def _differs_in(mismatch: Mismatch, first: Event | None, second: Event | None) -
         differs = {
             "module": here.module != there.module,
             "pass": here.pass_ != there.pass_,
-            "line": here.line != there.line,
+            "line": here.full_line != there.full_line,
             "for": first.fields.get("for") != second.fields.get("for"),
         }
         return [name for name, is_different in differs.items() if is_different]

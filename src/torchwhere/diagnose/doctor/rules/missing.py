@@ -10,6 +10,7 @@ from torchwhere.diagnose.doctor.call_patterns import Patterns
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.deadlocks import has_skipped
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.pauses import Pause, pause_of
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 from torchwhere.diagnose.doctor.waits import Wait, awaited, may_wait_for, waiting_for
@@ -33,6 +34,7 @@ class MissingRanks(Cause):
     wait: Wait
     excuses: tuple[Excuse, ...] = ()
     elsewhere: tuple[int, ...] = ()  # ranks that have not come either, and wait in another call
+    pause: Pause | None = None  # in a running job: what the ranks do, and how long that may last
 
 
 class _Suspects(NamedTuple):
@@ -53,12 +55,15 @@ def find_missing(context: Context) -> Finding | None:
         return None
     if is_usual_delay(context, wait):
         return None
+    pause = None if context.timing.is_over else pause_of(context, ranks, wait)
+    if pause is not None and (context.timing.waited_s(wait) or 0.0) < pause.limit_s:
+        return None
     excuses = _excuses(context, ranks)
     is_certain = suspects.is_certain and not excuses and _is_observed(context, ranks, wait)
     excused = {excuse.rank for excuse in excuses}
     return Finding(
         VerdictKind.MISSING,
-        MissingRanks(tuple(ranks), wait, excuses),
+        MissingRanks(tuple(ranks), wait, excuses, pause=pause),
         culprits=tuple(rank for rank in ranks if rank not in excused),
         call=CallRef.of(wait),
         certainty=Certainty.EXACT if is_certain else Certainty.INFERRED,

@@ -14,8 +14,9 @@ from torchwhere.core.stall import no_progress_s
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
 from torchwhere.diagnose.doctor.pace import Pace, pace_of
+from torchwhere.diagnose.doctor.pauses import Pause, pause_of
 from torchwhere.diagnose.doctor.verdict import VerdictKind
-from torchwhere.diagnose.doctor.waits import awaited, waiting_for
+from torchwhere.diagnose.doctor.waits import Wait, awaited, waiting_for
 
 _WORTH_TELLING_S = 1.0
 
@@ -69,8 +70,13 @@ class Standstill(Cause):
 
     pace: Pace
     still_s: float
-    stall_s: float  # the time after which a wait is called a hang
+    pause: Pause  # what the awaited ranks do, or all ranks; and how long that may last
     last: InOneCall | CreatingGroup | ShortWait | None
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether the ranks do work that takes long in a healthy job too."""
+        return self.pause.kind is not None and self.still_s < self.pause.limit_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +106,12 @@ class EndedUnfinished(Cause):
 
 def find_no_fault(context: Context) -> Finding:
     pace, quiet_s = pace_of(context.job_calls), _quiet_s(context)
-    if quiet_s is not None:
+    standstill = _standstill(context, pace)
+    is_pause = standstill is not None and standstill.is_pause
+    if quiet_s is not None and not is_pause:
         cause: Cause = Quiet(pace, quiet_s)
     else:
-        cause = _standstill(context, pace) or _progress(context, pace)
+        cause = standstill or _progress(context, pace)
     return no_fault(context, cause, _certainty(context, cause), pace)
 
 
@@ -119,6 +127,8 @@ def no_fault(
     facts = pace.to_dict()
     if not context.exits.ended_unfinished:
         still_s = cause.still_s if isinstance(cause, Standstill) else None
+        if isinstance(cause, Standstill) and cause.is_pause:
+            facts["paused"] = cause.pause.to_dict()
         return Finding(
             VerdictKind.HEALTHY,
             cause,
@@ -188,12 +198,25 @@ def _standstill(context: Context, pace: Pace) -> Standstill | None:
     shown_s = min(beats[rank] - moved_ns[rank] for rank in ranks) / 1e9
     limit_s = no_progress_s(
         1 / pace.steps_per_s if pace.steps_per_s else None,
-        is_waiting=wait is not None or context.are_all_in_one_call,
-        is_starting=any(by_rank[rank].rank_summary.is_compiling for rank in by_rank),
+        is_waiting=(
+            wait is not None
+            or context.are_all_in_one_call
+            or any(map(context.group_in_creation, by_rank))
+        ),
+        is_starting=wait is None
+        and any(rank_calls.is_compiling for rank_calls in by_rank.values()),
     )
     if still_s is None or shown_s < limit_s:
         return None
-    return Standstill(pace, still_s, timing.stall_s, _last(context))
+    return Standstill(pace, still_s, _pause(context, wait), _last(context))
+
+
+def _pause(context: Context, wait: Wait | None) -> Pause:
+    """What the ranks do that others wait for; if no rank waits, what all ranks do."""
+    if wait is not None:
+        return pause_of(context, awaited(context.waits), wait)
+    by_rank = context.job_calls.by_rank
+    return pause_of(context, [rank for rank in by_rank if not context.group_in_creation(rank)])
 
 
 def _moved_ns(context: Context, rank: int) -> int:

@@ -8,6 +8,7 @@ from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.blocked import all_blocked_s, are_all_blocked
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Cause, Finding
+from torchwhere.diagnose.doctor.pauses import pause_of
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 
 
@@ -17,7 +18,7 @@ class BlockedTogether(Cause):
 
 
 def find_blocked_together(context: Context) -> Finding | None:
-    if not are_all_blocked(context):
+    if not are_all_blocked(context) or _are_paused(context):
         return None
     return Finding(
         VerdictKind.TOGETHER,
@@ -27,3 +28,13 @@ def find_blocked_together(context: Context) -> Finding | None:
         stalled_s=all_blocked_s(context),
         blocked=frozenset(context.job_calls.by_rank),
     )
+
+
+def _are_paused(context: Context) -> bool:
+    """Whether a rank still does what takes long in a healthy job too. On a device, a rank that
+    saves has issued its last collective, and its stack may show no other one."""
+    if context.timing.is_over:
+        return False
+    lasted_s = all_blocked_s(context) or 0.0
+    pauses = (pause_of(context, [rank]) for rank in context.job_calls.by_rank)
+    return any(pause.kind is not None and lasted_s < pause.limit_s for pause in pauses)

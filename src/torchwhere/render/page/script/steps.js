@@ -64,8 +64,10 @@ function isWithin(rank, row) {
 }
 
 function showPhases(report) {
-  const { rows, heat: times } = report.phases;
-  if (!rows.length) return nothing("No phase was recorded.", 'Put `with torchwhere.phase("data"):` around a part of the step.');
+  const { rows, heat: times, parts } = report.phases;
+  const ofSteps = parts && parts.length ? stepParts(parts) : null;
+  const noPhases = nothing("No phase was recorded.", 'Put `with torchwhere.phase("data"):` around a part of the step.');
+  if (!rows.length) return [ofSteps || noPhases].flat();
   const most = rows.reduce((largest, row) => Math.max(largest, row.total_ms || 0), 0);
   const label = (row) => {
     const shown = name(row.name, { longest: 60 });
@@ -90,7 +92,35 @@ function showPhases(report) {
     { label: "slowest rank", value: (row) => row.slowest_rank, isNumber: true, isName: true },
   ];
   const table = sortedTable({ caption: "Phases", columns, rows, noun: "phase" });
-  return [table, times && times.phases.length && times.ranks.length > 1 ? phaseMap(times) : null].filter(Boolean);
+  return [table, times && times.phases.length && times.ranks.length > 1 ? phaseMap(times) : null, ofSteps].filter(Boolean);
+}
+
+/* The parts of a step: their keys, and what they mean. They add up to the step. */
+const STEP_PARTS = [
+  ["data", "a DataLoader gets the next batch"],
+  ["forward", "a module runs"],
+  ["backward", "the autograd engine runs"],
+  ["optimizer", "an optimizer steps"],
+  ["wait", "in a collective, until the last rank has issued it"],
+  ["checkpoint", "torch.save or torch.distributed.checkpoint runs"],
+  ["evaluation", "a module in evaluation mode runs without gradients"],
+  ["other", "everything else"],
+];
+
+function stepParts(rows) {
+  const time = (key, title) => ({
+    label: key,
+    value: (row) => row[key],
+    cell: (row) => duration(row[key]),
+    isNumber: true,
+    title,
+  });
+  const columns = [
+    { label: "rank", value: (row) => row.rank, isNumber: true, isName: true },
+    time("step", "mean of its last steps"),
+    ...STEP_PARTS.map(([key, title]) => time(key, title)),
+  ];
+  return sortedTable({ caption: "The parts of a step, mean of the last steps", columns, rows, noun: "rank" });
 }
 
 function phaseMap(times) {

@@ -1,0 +1,185 @@
+"""`torchwhere attach`: why a running job hangs that was not started with torchwhere."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchwhere.commands.arguments import (
+    add_command,
+    add_json,
+    add_stall,
+    at_least,
+    print_json,
+    print_message,
+    print_sentences,
+    reading,
+)
+from torchwhere.core.errors import TorchwhereError
+
+if TYPE_CHECKING:
+    from torchwhere.diagnose.doctor.verdict import Verdict
+    from torchwhere.pipeline.attach import AttachedJob
+    from torchwhere.processes.rank_processes import RankProcess
+
+_NOT_HEALTHY = 1
+
+
+def add(commands: Any) -> None:
+    sub = add_command(
+        commands,
+        "attach",
+        "diagnose a running job that was not started with torchwhere",
+        more=(
+            "Needs py-spy. The job goes on. Exit code: 0 no hang seen, 1 any other verdict, 2"
+            " nothing to look at."
+        ),
+    )
+    sub.add_argument(
+        "pids",
+        nargs="*",
+        type=at_least(1),
+        metavar="PID",
+        help="process id of a rank, or of a launcher: then all ranks that it started",
+    )
+    sub.add_argument(
+        "--torchrun", action="store_true", help="look at the ranks of the torchrun on this host"
+    )
+    sub.add_argument("--all", action="store_true", help="look at all ranks on this host")
+    sub.add_argument(
+        "--read",
+        metavar="FOLDER",
+        help="look at no process; judge what attach has written to a folder, on one or more hosts",
+    )
+    sub.add_argument(
+        "-o", "--out", metavar="FOLDER", help="also write states and stacks to a folder, as JSON"
+    )
+    add_stall(sub)
+    add_json(sub)
+    sub.set_defaults(command=reading(_attach))
+
+
+def _attach(arguments: argparse.Namespace) -> int:
+    from torchwhere.pipeline.attach import diagnose_attached
+
+    _check_choice(arguments)
+    if arguments.read is not None:
+        job = _read(arguments.read)
+    else:
+        processes = _processes(arguments)
+        folder = _watched_folder(processes)
+        if folder is not None:
+            return _doctor(arguments, folder)
+        job = _look(arguments, processes)
+    verdict = diagnose_attached(job)
+    lines = _other_hosts(arguments, job)
+    _print(arguments, verdict, lines)
+    return 0 if verdict.facts.get("no_hang_seen") else _NOT_HEALTHY
+
+
+def _check_choice(arguments: argparse.Namespace) -> None:
+    choices = (bool(arguments.pids), arguments.torchrun, arguments.all, arguments.read is not None)
+    if sum(choices) != 1:
+        raise TorchwhereError("give process ids, --torchrun, --all or --read FOLDER, and only one")
+    if arguments.read is not None and arguments.out is not None:
+        raise TorchwhereError("--read writes nothing: leave out --out")
+
+
+def _processes(arguments: argparse.Namespace) -> list[RankProcess]:
+    from torchwhere.processes import rank_processes
+
+    if not Path("/proc/self/stat").exists():
+        raise TorchwhereError("attach needs /proc, which only Linux has")
+    if arguments.torchrun:
+        return rank_processes.ranks_of_torchrun()
+    return rank_processes.all_ranks() if arguments.all else rank_processes.ranks_of(arguments.pids)
+
+
+def _look(arguments: argparse.Namespace, processes: list[RankProcess]) -> AttachedJob:
+    from torchwhere.pipeline.attach import AttachedJob, check_readable, with_host_evidence
+    from torchwhere.processes.observe import observe
+    from torchwhere.render.progress import progress_bar
+
+    out = Path(arguments.out) if arguments.out is not None else None
+    if out is not None:
+        _make_folder(out)
+    with progress_bar(f"looking at {len(processes)} ranks, seconds") as on_progress:
+        ranks = observe(processes, stall_s=arguments.stall, on_progress=on_progress)
+    check_readable(ranks)
+    job = with_host_evidence(AttachedJob({observation.rank: observation for observation in ranks}))
+    if out is not None:
+        _write(job, out)
+    return job
+
+
+def _make_folder(out: Path) -> None:
+    from torchwhere.core.atomic_file import write_errors
+
+    with write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+
+
+def _write(job: AttachedJob, out: Path) -> None:
+    from torchwhere.gpus.side_file import write_gpus
+    from torchwhere.pipeline.attach import copy_dumps
+    from torchwhere.processes.observation_files import write_observations
+
+    path = write_observations(out, list(job.ranks.values()))
+    copy_dumps(job, out)
+    for host in job.gpus:
+        write_gpus(out, host)
+    print_message(f"wrote {path}")
+
+
+def _read(folder: str) -> AttachedJob:
+    from torchwhere.gpus.side_file import read_gpus
+    from torchwhere.pipeline.attach import AttachedJob, saved_dumps
+    from torchwhere.processes.observation_files import read_observations
+
+    ranks = read_observations(folder)
+    return AttachedJob(ranks, read_gpus(Path(folder)), saved_dumps(Path(folder), ranks))
+
+
+# -- watched jobs ----------------------------------------------------------------------------------
+
+
+def _watched_folder(processes: list[RankProcess]) -> Path | None:
+    """The folder that the ranks write their boxes to; None if no rank is watched."""
+    from torchwhere.processes.rank_processes import box_of
+
+    boxes = (box_of(process.pid) for process in processes)
+    return next((box.parent for box in boxes if box is not None and box.is_file()), None)
+
+
+def _doctor(arguments: argparse.Namespace, folder: Path) -> int:
+    from torchwhere.pipeline.verdict import diagnose_folder
+
+    print_message(f"torchwhere watches this job. This is: torchwhere doctor {folder}")
+    verdict = diagnose_folder(folder, stall_s=arguments.stall)
+    _print(arguments, verdict, [])
+    return 0 if verdict.kind == "healthy" else _NOT_HEALTHY
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def _other_hosts(arguments: argparse.Namespace, job: AttachedJob) -> list[str]:
+    from torchwhere.diagnose.stack_hang import ObservedJob
+    from torchwhere.render.other_hosts import other_hosts_lines
+
+    observed = ObservedJob(job.ranks)
+    slurm = next((rank.job for rank in job.ranks.values() if rank.job), "")
+    out = arguments.read if arguments.read is not None else arguments.out
+    return other_hosts_lines(observed.on_other_hosts, job=slurm, out=out)
+
+
+def _print(arguments: argparse.Namespace, verdict: Verdict, lines: list[str]) -> None:
+    from torchwhere.render.verdict import verdict_json, verdict_text
+
+    if arguments.json:
+        print_json([verdict_json(verdict) | ({"other_hosts": lines} if lines else {})])
+        return
+    sys.stdout.write(verdict_text(verdict) + "\n")
+    print_sentences(lines)

@@ -1,0 +1,62 @@
+"""Watches the workers of Ray Train: each worker is a process of its own, which Ray starts.
+
+Ray Train calls no callback in a worker, so the training function is wrapped. Ray counts no steps:
+the steps are those of the optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.train
+
+from torchwhere.api.annotate import note
+from torchwhere.api.watch import watch
+from torchwhere.integrations.framework_phases import wrap_method
+
+
+def watch_train_loop(
+    train_loop: Callable[..., Any], *, out: str | os.PathLike[str]
+) -> Callable[..., Any]:
+    """Return a training function for Ray Train that watches the worker in which it runs.
+
+    `ray.train.report` is in the phase `report`: it saves the checkpoint, and waits for the other
+    workers. A note at the begin has the name of the experiment and the place of the worker.
+
+    Args:
+        train_loop: The function that each worker runs, with or without a `config`.
+        out: The folder of the run. If the workers are on several hosts, they must share it.
+
+    Returns:
+        The function to pass to the trainer in place of `train_loop`.
+
+    Example:
+        trainer = TorchTrainer(
+            watch_train_loop(train_loop, out="/shared/run"),
+            scaling_config=ScalingConfig(num_workers=2),
+        )
+    """
+    folder = os.path.abspath(out)  # a worker has another working folder
+
+    @functools.wraps(train_loop)  # Ray looks at the arguments of the function
+    def watched(*args: Any) -> Any:
+        with watch(out=folder):
+            context = ray.train.get_context()
+            note(
+                "training begins",
+                framework=f"ray {ray.__version__}",
+                experiment=context.get_experiment_name(),
+                num_workers=context.get_world_size(),
+                node_rank=context.get_node_rank(),
+            )
+            restore = wrap_method(ray.train, "report", "report")
+            try:
+                return train_loop(*args)
+            finally:
+                restore()
+
+    return watched

@@ -1,0 +1,327 @@
+"""Sentences on a job that torchwhere does not watch: what the stacks of its ranks show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.sanitize import plural
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.stacks import user_line
+from torchwhere.diagnose.stack_hang import (
+    AllBlocked,
+    AllWait,
+    AwaitedRanks,
+    GoneRanks,
+    NoHangSeen,
+    ObservedCall,
+    ObservedJob,
+    OpenWait,
+    PartlyBlocked,
+)
+from torchwhere.diagnose.stack_position import PositionKind
+from torchwhere.gpus.labels import gpu_label
+from torchwhere.gpus.match import gpus_of
+from torchwhere.processes.observation import HelperObservation, RankObservation
+from torchwhere.processes.py_spy import Refusal
+from torchwhere.processes.status import STOPPED
+from torchwhere.render.verdict_text.phrases import all_ranks_text, in_place, rank_detail_text
+
+_MOST_RANKS = 4  # that have a line of their own
+_MOST_HELPERS = 4
+_MOST_COHORTS = 8
+_STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel"}
+NOT_WATCHED = (
+    "torchwhere was not watching: steps, modules and the order of collectives are not known. To"
+    " watch the next run, start it with: torchwhere run --out run/ train.py"
+)
+STACKS_SHOW = "The stacks show:"
+PROBLEMS: dict[str, str] = {
+    Refusal.NOT_INSTALLED: "py-spy is not installed (pip install py-spy)",
+    Refusal.NO_PERMISSION: (
+        "no permission to read the process. Run torchwhere as root or with CAP_SYS_PTRACE, or"
+        " allow it: echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope"
+    ),
+    Refusal.UNSUPPORTED: (
+        "py-spy does not read this interpreter (update it: pip install -U py-spy), or the process"
+        " was not ready"
+    ),
+    Refusal.TIMEOUT: "py-spy did not answer in time",
+    Refusal.STOPPED: "the process is stopped",
+}
+_FLIGHT_RECORDER = (
+    "What is queued on the devices is not known. The flight recorder shows it: before the next run,"
+    " set TORCH_NCCL_DEBUG_INFO_PIPE_FILE and TORCH_NCCL_ENABLE_TIMING=1."
+)
+
+
+# -- findings --------------------------------------------------------------------------------------
+
+
+def awaited_ranks_text(cause: AwaitedRanks, context: Context) -> list[str]:
+    ranks = ranks_phrase(cause.ranks).capitalize()
+    is_are = "is" if len(cause.ranks) == 1 else "are"
+    lines = [f"{ranks} {is_are} {_reason_text(cause)}."]
+    lines += _waits_text(context, cause.calls, cause.on_device)
+    for rank in cause.ranks[:_MOST_RANKS]:
+        is_inside = cause.job.positions[rank].op is not None
+        instead = " instead" if cause.calls and not is_inside else ""
+        lines += _rank_text(context, cause.job, rank, instead=instead)
+    if len(cause.ranks) > _MOST_RANKS:
+        lines.append(f"  and {len(cause.ranks) - _MOST_RANKS} more")
+    return lines + _unclear_text(cause.job, cause.unclear)
+
+
+def _reason_text(cause: AwaitedRanks) -> str:
+    is_stopped = all(cause.job.positions[rank].kind is PositionKind.STOPPED for rank in cause.ranks)
+    if is_stopped:
+        return "stopped by a signal, and cannot continue"
+    if not cause.calls:
+        return f"blocked, while {ranks_phrase(cause.on_device)} wait for their devices"
+    waiting = _waiting(cause.calls)
+    wait = "waits" if len(waiting) == 1 else "wait"
+    ops = " or ".join(_op_text(op) for op in dict.fromkeys(call.op for call in cause.calls))
+    return f"not in {ops} in which {ranks_phrase(waiting)} {wait}"
+
+
+def _op_text(op: str) -> str:
+    """`the all_reduce`, `the collective of the backward`."""
+    return f"the {op.removeprefix('a ')}"
+
+
+def open_wait_text(cause: OpenWait, context: Context) -> list[str]:
+    job = cause.job
+    waiting = (*_waiting(cause.calls), *cause.on_device)
+    verb = "waits" if len(waiting) == 1 else "wait"
+    lines = [
+        f"{ranks_phrase(sorted(waiting)).capitalize()} {verb}, and it is not known for which rank."
+    ]
+    lines += _waits_text(context, cause.calls, cause.on_device)
+    for rank in cause.elsewhere[:_MOST_RANKS]:
+        lines += _rank_text(context, job, rank)
+    lines += _unclear_text(job, cause.unclear)
+    if job.unseen:
+        it_was = "it was" if len(job.unseen) == 1 else "they were"
+        lines.append(
+            f"Look at {ranks_phrase(job.unseen)} first: {it_was} not found on the hosts that"
+            " torchwhere looked at."
+        )
+    if any(job.positions[rank].is_long_work for rank in cause.elsewhere):
+        lines.append("If a rank saves, compiles or imports, the others wait until it is done.")
+    return [*lines, _FLIGHT_RECORDER] if cause.on_device else lines
+
+
+def all_wait_text(cause: AllWait, context: Context) -> list[str]:
+    count = len(cause.job.ranks)
+    waits = _waits_text(context, cause.calls, ())
+    if len(cause.calls) == 1:
+        all_ranks = all_ranks_text(count, single="waits", several="wait")
+        return [
+            f"{all_ranks} in {cause.calls[0].op}, at the same line. No rank is missing from it.",
+            *waits,
+            (
+                "Likely cause: the network or a device; or ranks are in different calls of the same"
+                " line, which stacks do not show."
+            ),
+        ]
+    return [
+        f"All {count} ranks wait in collectives, and in {len(cause.calls)} different ones.",
+        *waits,
+        (
+            "Likely cause: ranks took different code paths, or issued the calls of several groups"
+            " in different orders. No rank is named: stacks do not show the order of calls."
+        ),
+    ]
+
+
+def all_blocked_text(cause: AllBlocked, context: Context) -> list[str]:
+    count = len(cause.job.ranks)
+    blocked = all_ranks_text(count, single="is blocked", several="are blocked")
+    return [
+        f"{blocked}, and none waits in a collective.",
+        *_places_text(context, cause.job, cause.job.ranks),
+    ]
+
+
+def gone_ranks_text(cause: GoneRanks, context: Context) -> list[str]:
+    ranks = ranks_phrase(cause.ranks).capitalize()
+    return [
+        f"{ranks} exited while torchwhere looked at the job.",
+        *_places_text(context, cause.job, set(cause.job.ranks).difference(cause.ranks)),
+    ]
+
+
+def no_hang_seen_text(cause: NoHangSeen, context: Context) -> list[str]:
+    job = cause.job
+    ran = all_ranks_text(len(job.ranks), single="ran", several="ran")
+    return [
+        f"No hang seen in {job.seconds:.0f} seconds: {ran[0].lower()}{ran[1:]}.",
+        *_places_text(context, job, job.ranks),
+        "Whether the steps progress is not known: an endless loop on all ranks looks the same.",
+    ]
+
+
+def partly_blocked_text(cause: PartlyBlocked, context: Context) -> list[str]:
+    job = cause.job
+    ranks = set(job.ranks).difference(cause.blocked, cause.unknown)
+    lines = ["No rank waits in a collective."]
+    if cause.blocked:
+        ranks_text = ranks_phrase(cause.blocked).capitalize()
+        lines.append(f"{ranks_text} did not run for {job.seconds:.0f} s:")
+        lines += _places_text(context, job, cause.blocked)
+    if ranks:
+        lines.append(f"{ranks_phrase(sorted(ranks)).capitalize()} ran:")
+        lines += _places_text(context, job, ranks)
+    return lines + _unclear_text(job, cause.unknown)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _waiting(calls: Iterable[ObservedCall]) -> list[int]:
+    return sorted(rank for call in calls for rank in call.ranks)
+
+
+def _waits_text(
+    context: Context, calls: Sequence[ObservedCall], on_device: Sequence[int]
+) -> list[str]:
+    lines = []
+    for call in calls[:_MOST_COHORTS]:
+        place = in_place(context.place(call.ranks[0]))
+        op = f" in {call.op}" if len(calls) > 1 else ""
+        lines.append(f"  waiting: {ranks_phrase(call.ranks)},{op} {place}")
+    if on_device:
+        place = in_place(context.place(on_device[0]))
+        lines.append(f"  waiting for their devices: {ranks_phrase(on_device)}, {place}")
+    return lines + _gpus_text(context, on_device)
+
+
+def _gpus_text(context: Context, ranks: Sequence[int]) -> list[str]:
+    """The GPUs of ranks that wait for them, if NVML knows them."""
+    return [
+        f"  rank {rank} uses {gpu_label(gpu)}"
+        for rank in ranks[:_MOST_RANKS]
+        for gpu in gpus_of(context.run.summaries[rank].meta, context.gpus)
+    ]
+
+
+def _rank_text(context: Context, job: ObservedJob, rank: int, *, instead: str = "") -> list[str]:
+    """Where a rank is, what it does, and its helpers if it waits for data."""
+    position = job.positions[rank]
+    parts = [in_place(context.place(rank))]
+    lines = dict.fromkeys((position.library_line, position.forward_line))
+    inner = "; ".join(line for line in lines if line is not None)
+    if inner:
+        parts.append(f"({inner})")
+    text = f"  rank {rank} is{instead} {' '.join(parts)}: {rank_detail_text(context, rank)}"
+    return [text, *(f"    {text}" for text in _helpers_text(job.ranks[rank]))]
+
+
+def _helpers_text(observation: RankObservation) -> list[str]:
+    return [
+        _helper_text(helper, observation.folder) for helper in observation.helpers[:_MOST_HELPERS]
+    ]
+
+
+def _helper_text(helper: HelperObservation, folder: str) -> str:
+    innermost = user_line(helper.stack) or next(iter(helper.stack), "")
+    line = innermost.removeprefix(f"{folder}/") or "an unknown place"
+    state = helper.state or ""
+    if state in STOPPED and state:
+        activity = "stopped by a signal"
+    else:
+        activity = _STATES.get(state, "in an unknown state")
+    return f"its {helper.kind}, process {helper.pid}, is at {line}: {activity}"
+
+
+def _places_text(context: Context, job: ObservedJob, ranks: Iterable[int]) -> list[str]:
+    """The ranks by place: `  ranks 0-3: at train.py:9, in all_reduce`."""
+    by_text: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        position = job.positions[rank]
+        if position.kind is PositionKind.COLLECTIVE:
+            activity = f"in {position.op}"
+        elif position.kind is PositionKind.DEVICE:
+            activity = "waiting for its device"
+        else:
+            activity = rank_detail_text(context, rank)
+        text = f"{in_place(context.place(rank))}, {activity}"
+        by_text.setdefault(text, []).append(rank)
+    lines = [f"  {ranks_phrase(same)}: {text}" for text, same in by_text.items()]
+    left_out = len(lines) - _MOST_COHORTS
+    return [*lines[:_MOST_COHORTS], *([f"  and {left_out} other places"] if left_out > 0 else [])]
+
+
+def _unclear_text(job: ObservedJob, ranks: Sequence[int]) -> list[str]:
+    """Ranks that may be in the collective or not."""
+    without_stack = [rank for rank in ranks if job.ranks[rank].main is None]
+    in_native = [rank for rank in ranks if job.ranks[rank].main is not None]
+    lines = []
+    if in_native:
+        line = job.positions[in_native[0]].line or "an unknown line"
+        lines.append(
+            f"  {ranks_phrase(in_native)}: in native code at {line}; whether in a collective is not"
+            " known"
+        )
+    if without_stack:
+        lines.append(f"  {ranks_phrase(without_stack)}: no stack, see below")
+    return lines
+
+
+# -- what is not known -----------------------------------------------------------------------------
+
+
+def unknown_text(job: ObservedJob) -> list[str]:
+    """What the stacks of a job do not show."""
+    lines = [NOT_WATCHED]
+    assumed = [rank for rank, observation in job.ranks.items() if observation.is_assumed]
+    if assumed:
+        lines.append(
+            "the processes have no rank variables: their ranks are assumed from the order in which"
+            " they started, and whether there are more ranks is not known"
+        )
+    for problem, ranks in _by_problem(job).items():
+        lines.append(f"stacks of {ranks_phrase(ranks)}: {problem}")
+    native = [
+        rank for rank, observation in job.ranks.items() if observation.native_problem is not None
+    ]
+    if native:
+        lines.append(
+            f"native frames of {ranks_phrase(native)}: waits in C++ below the last Python line"
+        )
+    times = [observation.seen_ns for observation in job.ranks.values()]
+    apart_s = (max(times) - min(times)) / 1e9 if times else 0.0
+    if apart_s > max(60.0, job.seconds):
+        hosts = len({observation.host for observation in job.ranks.values()})
+        lines.append(
+            f"the {plural(hosts, 'host')} were not looked at together, but up to {apart_s:.0f} s"
+            " apart: ranks may have moved in between"
+        )
+    return lines
+
+
+def _by_problem(job: ObservedJob) -> dict[str, list[int]]:
+    by_problem: dict[str, list[int]] = {}
+    for rank, observation in sorted(job.ranks.items()):
+        if observation.problem is not None:
+            text = problem_text(observation.problem)
+            by_problem.setdefault(text, []).append(rank)
+    return by_problem
+
+
+def problem_text(problem: str) -> str:
+    """Why py-spy could not read a process, and what to do."""
+    return PROBLEMS.get(problem, PROBLEMS[Refusal.UNSUPPORTED])
+
+
+def old_dumps_text(paths: Sequence[Path]) -> list[str]:
+    """That dumps are older than the first look, and how to read them."""
+    if not paths:
+        return []
+    return [
+        (
+            f"{plural(len(paths), 'dump')} of the flight recorder in {paths[0].parent} from before"
+            " the first look: read them with torchwhere doctor --flight-recorder"
+        )
+    ]
