@@ -20,7 +20,7 @@ from torchwhere.blackbox.reader import BoxReader, read_box
 from torchwhere.blackbox.ring import Ring, parse_ring
 from torchwhere.blackbox.string_table import TableReader
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.events import Kind
+from torchwhere.core.events import Kind, SideKind
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def slot_by_slot(ring: bytes, capacity: int) -> tuple[list[bytes], int, int, int
             torn += 1
             continue
         whole.append(number)
-        if data[16] in set(Kind):
+        if data[16] in {*Kind, *SideKind}:
             good[number] = data
         else:
             unknown += 1

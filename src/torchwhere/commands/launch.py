@@ -45,7 +45,8 @@ def begin(
     if command is None:
         _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
         _check(script, is_module=is_module)
-    from torchwhere.native.first_run import prepare  # imports torch, or raises if it is missing
+    from torchwhere import start  # noqa: F401 - raises a TorchwhereError without torch
+    from torchwhere.native.first_run import prepare
 
     prepare(is_first_of_host=launcher.launch().is_first_of_host)
     watch_children(out, options)

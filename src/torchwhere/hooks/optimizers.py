@@ -101,7 +101,9 @@ class OptimizerHook:
         track = self._locator.threads.here()
         recorded = self._on_optimizer(type(optimizer).__name__)
         self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
-        if not self._is_in_engine:
+        # a subclass whose `step` calls that of its base class, or a wrapper, steps once
+        is_nested = bool(track.below_optimizer)
+        if not self._is_in_engine and not is_nested:
             self._count(
                 id(optimizer),
                 recorded,

@@ -73,8 +73,8 @@ def _worst(moments: Floats, farthest: Floats, came: Floats) -> float | None:
     """
     first = max(0, int(np.searchsorted(moments, came.min(), side="right")) - 1)
     last = min(len(moments), int(np.searchsorted(moments, came.max())) + 1)
-    worst = float(farthest[first:last].max())
-    return worst if np.isfinite(worst) else None
+    worst = float(farthest[first:last].max(initial=0.0))
+    return worst if last > first and np.isfinite(worst) else None
 
 
 def _by_clock(table: CallTable) -> dict[int, CallTable]:
