@@ -81,11 +81,13 @@ def _start_monitor(out: str, options: Sequence[str]) -> None:
 def _name_of_monitor(out: str) -> str:
     """The name of a socket without a file that ranks of one host and one job share.
 
-    Their launcher has started all of them. A restart by torchrun has a monitor of its own.
+    Their launcher has started all of them. Under torchrun each attempt has a monitor of its own,
+    which its local rank 0 starts: the name has its process id, because the agents of torchrun do
+    not all count a restart.
     """
     from torchwhere.processes.launcher import pid_namespace
 
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.getpid() if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
     folder = zlib.crc32(os.path.abspath(out).encode(errors="surrogateescape"))
-    job = f"{pid_namespace()}/{os.getuid()}/{os.getppid()}/{restart}/{folder}"
+    job = f"{pid_namespace()}/{os.getuid()}/{os.getppid()}/{attempt}/{folder}"
     return f"\0torchwhere/{job}"[:100]
