@@ -37,8 +37,10 @@ from torchwhere.hooks.stack_files import Faults
 from warm_python import Program, WarmPython
 
 
-def train(model: nn.Module, steps: int = 2) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def train(
+    model: nn.Module, steps: int = 2, *, optimizer: torch.optim.Optimizer | None = None
+) -> list[float]:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
     losses = []
     for step in range(steps):
         loss = model(batch(seed=step)).pow(2).mean()
@@ -228,6 +230,41 @@ def test_optimizer_that_raises_leaves_no_stale_pass() -> None:
         with pytest.raises(RuntimeError, match="as planned"):
             optimizer.step()
         assert torchwhere.where().pass_ == "outside"
+
+
+class Subclass(torch.optim.SGD):
+    """An optimizer whose step calls that of its base class. It raises if it shall."""
+
+    raises = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.raises:
+            raise RuntimeError("as planned")
+        super().step(closure)
+
+
+def test_a_step_inside_a_step_counts_once() -> None:
+    """The step of a subclass counts once, although torch calls the hooks for its base class too."""
+    model = Model()
+    torch.optim.SGD(model.parameters(), 0.1)  # torch adds the hooks to the base class
+    with torchwhere.watch(model):
+        train(model, 4, optimizer=Subclass(model.parameters(), 0.1))
+        assert torchwhere.where().step == 4
+
+
+def test_steps_after_one_that_raised() -> None:
+    """After an optimizer step that raised, the following steps count."""
+    model = Model()
+    torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = Subclass(model.parameters(), 0.1)
+    with torchwhere.watch(model):
+        train(model, 2, optimizer=optimizer)
+        optimizer.raises = True
+        with pytest.raises(RuntimeError, match="as planned"):
+            optimizer.step()
+        optimizer.raises = False
+        train(model, 3, optimizer=optimizer)
+        assert (torchwhere.where().step, torchwhere.where().pass_) == (5, "outside")
 
 
 def test_notes_and_phases(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class Locator:
             return self.place_ids_of_packed(top, track, pass_of(top))
         running = self._task_id() != -1
         pass_ = pass_of(top)
-        if pass_ == Pass.OPTIMIZER and not _in_optimizer():
+        if pass_ == Pass.OPTIMIZER and not is_in_optimizers():
             # A step that raised did not run its post hook.
             track.top = track.below_optimizer[0] if track.below_optimizer else 0
             track.below_optimizer.clear()
@@ -204,10 +204,12 @@ def _certainty(flags: int) -> Certainty:
     return Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT
 
 
-def _in_optimizer() -> bool:
+def is_in_optimizers(count: int = 1) -> bool:
+    """Whether so many steps of optimizers are running on this thread, one inside the other."""
     frame = python_stack.caller()
     while frame is not None:
-        if frame.f_code.co_qualname in _OPTIMIZER_FRAMES:
+        count -= frame.f_code.co_qualname in _OPTIMIZER_FRAMES
+        if not count:
             return True
         frame = frame.f_back
     return False

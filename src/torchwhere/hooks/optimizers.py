@@ -18,7 +18,7 @@ from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.fast_path import FastPath
-from torchwhere.hooks.locate import Locator
+from torchwhere.hooks.locate import Locator, is_in_optimizers
 from torchwhere.hooks.shown_frames import shown_as
 from torchwhere.hooks.threads import OPTIMIZER_PLACE, Track, pass_of
 
@@ -100,9 +100,13 @@ class OptimizerHook:
     def _end(self, optimizer: Any) -> None:
         track = self._locator.threads.here()
         recorded = self._on_optimizer(type(optimizer).__name__)
-        self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
-        # a subclass whose `step` calls that of its base class, or a wrapper, steps once
-        is_nested = bool(track.below_optimizer)
+        below = track.below_optimizer.pop() if track.below_optimizer else 0
+        # `step` of a subclass calls that of its base class: the outer one counts
+        is_nested = bool(track.below_optimizer) and is_in_optimizers(2)
+        if track.below_optimizer and not is_nested:  # an earlier step raised: it had no post hook
+            below = track.below_optimizer[0]
+            track.below_optimizer.clear()
+        self._on_move(track, below)
         if not self._is_in_engine and not is_nested:
             self._count(
                 id(optimizer),
