@@ -42,6 +42,18 @@ def in_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def launched() -> Iterator[None]:
+    """Set what `accelerate launch --cpu` sets, if this process is a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.is_initialized():
+            patch.setenv("ACCELERATE_USE_CPU", "true")
+            patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+            for name in ("RANK", "LOCAL_RANK"):
+                patch.setenv(name, str(dist.get_rank()))
+        yield
+
+
 def events(folder: Path, *, rank: int = 0, kinds: set[str]) -> list[Event]:
     return list(torchwhere.read_run(folder).boxes[rank].events(kinds=kinds))
 
@@ -86,7 +98,7 @@ def run_program(page: str, folder: Path) -> None:
         script.write_text(program(page))
     if dist.is_initialized():
         dist.barrier()
-    with in_folder(folder):
+    with in_folder(folder), launched():
         if "torchwhere.watch(" in program(page):
             runpy.run_path(str(script), run_name="__main__")
         else:
