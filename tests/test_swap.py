@@ -9,6 +9,7 @@ subclass.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import weakref
 from collections.abc import Callable, Iterator
@@ -121,6 +122,15 @@ def swapping(request: pytest.FixtureRequest, one_rank: None) -> Iterator[Callabl
     torch.__future__.set_swap_module_params_on_conversion(make is plain)
     yield make
     torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Without garbage collections: a cycle that holds a tensor stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 every_model = pytest.mark.parametrize(
@@ -323,9 +333,11 @@ USES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize(
     "swapping", [sharded, tensor_parallel], indirect=True, ids=lambda make: make.__name__
 )
-def test_after_each_function(swapping: Callable[[], nn.Module], use: str) -> None:
+def test_after_each_function(
+    swapping: Callable[[], nn.Module], use: str, no_collection: None
+) -> None:
     """Parameters can be swapped after each function of torchwhere that takes a model or a
-    tensor."""
+    tensor, and before the next garbage collection."""
     model = swapping()
     with torchwhere.watch(model):
         USES[use](model)

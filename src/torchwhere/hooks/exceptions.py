@@ -103,8 +103,13 @@ class ExceptionHook:
         self, traceback: TracebackType | None, track: Track
     ) -> PlaceIds | None:
         """The place, from the variables of the Python code that raised: a node (`ctx`), the hook of
-        a module, a parameter."""
-        place_ids = None
+        a module, a parameter.
+
+        Skips the first frame, our own wrapper: before Python 3.13 a frame keeps the variables that
+        were read, and that frame holds the exception. The graph would live until the next garbage
+        collection.
+        """
+        place_ids, traceback = None, traceback and traceback.tb_next
         while traceback is not None:
             for value in list(traceback.tb_frame.f_locals.values()):
                 place_ids = self._place_ids_of_value(value, track) or place_ids
