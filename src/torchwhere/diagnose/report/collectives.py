@@ -24,7 +24,7 @@ from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.facts import DifferingCall, ShownCalls
-from torchwhere.diagnose.report.texts import cut, milliseconds
+from torchwhere.diagnose.report.texts import cut
 
 MOST_GROUPS = 24
 MOST_NUMBERS = 200
@@ -273,7 +273,7 @@ class _StreamReader:
         earliest = np.where(is_known, self._times, _LATEST)
         first, last = earliest.argmin(axis=0).tolist(), latest.argmax(axis=0).tolist()
         counts = is_known.sum(axis=0).tolist()
-        skew = (latest.max(axis=0) - earliest.min(axis=0)).tolist()
+        skew_ms = _milliseconds(latest.max(axis=0) - earliest.min(axis=0))
         arrived, differs = self._arrived(), self._differs(is_known, mismatch)
         rows = []
         for column, number in enumerate(range(self._first, self._end)):
@@ -283,7 +283,7 @@ class _StreamReader:
                     number,
                     first[column],
                     arrived=arrived[column],
-                    skew_ms=milliseconds(skew[column]) if counts[column] > 1 else None,
+                    skew_ms=skew_ms[column] if counts[column] > 1 else None,
                     first_rank=self._ranks[first[column]] if has_time else None,
                     last_rank=self._ranks[last[column]] if has_time else None,
                     differs=differs[column],
@@ -371,7 +371,7 @@ class _StreamReader:
     def _late_ms(self, rows: list[int]) -> tuple[tuple[float | None, ...], ...]:
         is_known = self._times != _NEVER
         first = np.where(is_known, self._times, _LATEST).min(axis=0)
-        late = (np.where(is_known[rows], self._times[rows] - first, 0) / 1e6).round(3).tolist()
+        late = _milliseconds(np.where(is_known[rows], self._times[rows] - first, 0))
         known = is_known[rows].tolist()
         return tuple(
             tuple(ms if is_there else None for ms, is_there in zip(late_row, row, strict=True))
@@ -398,3 +398,8 @@ class _StreamReader:
             what = cut(DifferingCall(call))
             cohorts.append({"ranks": shown_ranks, "count": len(cohort), "what": what})
         return {"number": mismatch.number, "in": mismatch.aspect, "cohorts": cohorts}
+
+
+def _milliseconds(ns: Times) -> Any:
+    """As nested lists, rounded in one way: equal times stay equal."""
+    return (ns / 1e6).round(3).tolist()
