@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 import torchwhere
 from torchwhere.api.watch import current
 from torchwhere.core.place import Pass
-from torchwhere.recorder.heartbeat import BEAT_S, SAMPLES
+from torchwhere.core.stall import BEAT_S
+from torchwhere.recorder.heartbeat import SAMPLES
 from torchwhere.recorder.stack_samples import StackSampler
 
 CALLS = 5_000

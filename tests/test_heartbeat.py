@@ -33,9 +33,10 @@ from torchwhere.blackbox.file_names import STALL_MARK
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.stall import BEAT_S
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.look import look
-from torchwhere.recorder.heartbeat import BEAT_S, Heartbeat
+from torchwhere.recorder.heartbeat import Heartbeat
 from torchwhere.snapshots.on_stall import StallSnapshot
 
 HEART = "torchwhere"
@@ -230,7 +231,8 @@ CROWDED = """
 import os, sys, time
 from pathlib import Path
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.recorder.heartbeat import BEAT_S, Heartbeat
+from torchwhere.core.stall import BEAT_S
+from torchwhere.recorder.heartbeat import Heartbeat
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 hogs = [os.fork() or exec("while True: pass") for _ in range(2)]

@@ -26,6 +26,7 @@ given more time, so there a wait counts from `ENDED_S` on.
 
 from __future__ import annotations
 
+BEAT_S = 1.0  # between the heartbeats of a rank
 STALL_S = 30.0
 END_STALL_S = 120.0
 PAUSE_STALLS = 5  # saving and compiling take minutes in large jobs

@@ -45,7 +45,11 @@ class VerdictOutput:
     _saved: Verdict | None = None  # the verdict in `verdict.txt`, unless it was withdrawn
 
     def is_new(self, verdict: Verdict) -> bool:
-        return is_worth_printing(verdict) and verdict_key(verdict) not in self._printed
+        """Whether to publish a verdict. The exit of a rank that was reported missing is not new."""
+        if not is_worth_printing(verdict) or verdict_key(verdict) in self._printed:
+            return False
+        hang, exited = self._saved, set(verdict.culprits)
+        return not (exited and hang and exited <= set(hang.culprits) and _follows(hang, verdict))
 
     def publish(self, verdict: Verdict) -> None:
         self._printed.add(verdict_key(verdict))

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.stall import BEAT_S
 from torchwhere.hooks.error_limiter import ErrorLimiter
 
-BEAT_S = 1.0
 SAMPLES = 4  # in each second: all of them take less than 0.1 % of a core
 _STALL_BEATS = 2  # heartbeats without a recorded event, after which the job may have stalled
 _JOIN_S = 5.0

@@ -13,7 +13,7 @@ import numpy as np
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place, line_fields
-from torchwhere.core.stall import ENDED_AGAIN, ENDED_S
+from torchwhere.core.stall import BEAT_S, ENDED_AGAIN, ENDED_S
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
@@ -292,10 +292,12 @@ class Context:
 
     def was_missing(self, rank: int, *, since_ns: int) -> bool:
         """Whether others had waited for a rank since `since_ns`, longer than a stall, when it was
-        killed: it hung before, and its exit explains nothing."""
+        killed: it hung before, and its exit explains nothing. It may have lived for another
+        heartbeat after it was last known alive."""
         exits = self.exits
         was_killed = exits.was_killed(rank) and self.status(rank).out_of_memory is None
-        return was_killed and exits.alive_ns(rank) - since_ns >= self.timing.stall_s * 1e9
+        known_s = (exits.alive_ns(rank) - since_ns) / 1e9
+        return was_killed and known_s >= max(self.timing.stall_s - BEAT_S, BEAT_S)
 
     def device_place(self, rank: int) -> DevicePlace | None:
         """Where the device of a rank is, beside its CPU; None if that is not known."""
