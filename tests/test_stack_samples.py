@@ -17,16 +17,14 @@ from torch.utils.data import DataLoader, Dataset
 import torchwhere
 from rank_pool import Pool
 from torchwhere.blackbox.reader import read_box
-from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import SideKind
-from torchwhere.diagnose.calls.job_calls import calls_of_run
-from torchwhere.diagnose.doctor.rules.straggler import with_samples
+from torchwhere.core.stall import BEAT_S
 from torchwhere.diagnose.doctor.stack_samples import SampledPlace
-from torchwhere.diagnose.doctor.stragglers import straggler
-from torchwhere.recorder.heartbeat import BEAT_S, SAMPLES, Heartbeat
+from torchwhere.pipeline.verdict import diagnose_folder
+from torchwhere.recorder.heartbeat import SAMPLES, Heartbeat
 from torchwhere.recorder.stack_samples import LEAST_RECORDS
-from torchwhere.render.verdict_text.straggler import sampled_text, straggler_text
+from torchwhere.render.verdict_text.straggler import sampled_text
 
 LATE = 2  # the rank that is late
 SLEEP_S = 0.08
@@ -106,13 +104,9 @@ def test_the_verdict_names_the_line(
     """The straggler's facts name the function, line and module in which it sleeps, wherever in the
     step that is; most of its samples are there."""
     four_ranks.run(train, str(tmp_path), slow)
-    job_calls = calls_of_run(read_run(tmp_path))
-    late = straggler(job_calls)
-    assert late is not None
-    assert late.ranks == (LATE,)
-    late = with_samples(late, job_calls)
-    place = late.sampled
-    assert place is not None
+    verdict = diagnose_folder(tmp_path)
+    assert (verdict.kind, verdict.culprits) == ("straggler", (LATE,))
+    place = SampledPlace(**verdict.facts["sampled"])
     assert (place.function, place.line.rpartition("/")[2], place.module) == (
         function,
         f"test_stack_samples.py:{marked(slow)}",
@@ -120,8 +114,7 @@ def test_the_verdict_names_the_line(
     )
     assert place.part == slow
     assert place.of >= place.count > place.of / 2
-    assert late.to_dict()["sampled"]["line"] == place.line
-    assert straggler_text(late)[-1].startswith(
+    assert verdict.explanation[-1].startswith(
         f"{place.count} of {place.of} samples of its stack are in {function} ("
     )
 
@@ -141,10 +134,10 @@ def samples_in(path: Path) -> int:
 
 
 def test_a_healthy_job_has_few_samples(two_ranks: Pool, tmp_path: Path) -> None:
-    """A rank takes at most four samples a second, and a job that is not late has no straggler."""
+    """A rank takes at most four samples a second, and a job that is not late is healthy."""
     for rank, took_s in enumerate(two_ranks.run(train_evenly, str(tmp_path))):
         assert 0 < samples_in(tmp_path / f"rank{rank}.box") <= took_s * SAMPLES / BEAT_S + 1
-    assert straggler(calls_of_run(read_run(tmp_path))) is None
+    assert diagnose_folder(tmp_path).kind == "healthy"
 
 
 def stall(folder: str) -> None:
