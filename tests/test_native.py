@@ -48,6 +48,7 @@ from torchwhere.native import first_run, self_test
 from torchwhere.native import load as loading
 from torchwhere.native.build import build
 from torchwhere.native.first_run import prepare
+from torchwhere.pipeline.verdict import diagnose_folder
 
 PATIENCE_S = 400
 
@@ -1117,6 +1118,12 @@ say(status=status, more=native().recorded() - before)
 torchwhere.stop()
 """
 
+EXITED = """
+torchwhere.start(model, out=folder)
+train(2)
+sys.exit("no data")
+"""
+
 Child = tuple[Path, subprocess.Popen[str]]
 
 
@@ -1126,7 +1133,7 @@ def children(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     built: they take a while."""
     env = os.environ | {"XDG_CACHE_HOME": str(library.parent.parent), loading.SWITCH: "1"}
     started: dict[str, Child] = {}
-    for code in (KILLED, TRUNCATED, FORKED):
+    for code in (KILLED, TRUNCATED, FORKED, EXITED):
         folder = tmp_path_factory.mktemp("child")
         line = [sys.executable, "-c", PRELUDE + code, str(folder)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -1181,3 +1188,15 @@ def test_forked(children: dict[str, Child]) -> None:
         for name in NAMES
     }
     assert noted == {"parent": [], "child": ["from the child"]}
+
+
+def test_exit_code(children: dict[str, Child]) -> None:
+    """The box of a process that ends itself with `sys.exit` has its exit code, so the doctor does
+    not call the job healthy."""
+    folder, process = children[EXITED]
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, "no data" in err) == (1, True), err
+    *_, end = torchwhere.read_run(folder).events()
+    assert (end.kind, end.fields["reason"]) == ("end", "exit 1")
+    verdict = diagnose_folder(folder)
+    assert (verdict.kind, verdict.culprits) == ("dead", (0,))

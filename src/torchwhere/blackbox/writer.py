@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -257,6 +258,18 @@ class BoxWriter:
             at = self.geometry.texts_at + start % ring_bytes
             self._map[at : at + size] = pack_text(start, payload)
         return start
+
+    def text_of_exit(self, texts: Sequence[str]) -> int:
+        """Store the text of exit code 0. When the process ends with another code, the native
+        extension replaces it with the text of that code. `texts` has one for each code."""
+        size = max(map(len, texts))
+        padded = [text.ljust(size) for text in texts]
+        position = self.text(padded[0])
+        if self.native is not None and self.path is not None:
+            at = self.geometry.texts_at + position % self.geometry.text_bytes
+            stored = b"".join(pack_text(position, text.encode()) for text in padded)
+            self.native.on_exit_code(os.fsencode(self.path.absolute()), at, stored)
+        return position
 
     def intern(self, entry_type: int, text: str) -> int:
         """Id of a name. The name is in the file before the first record that uses it. 0 if the

@@ -4,6 +4,7 @@
 // `docs/overhead.md`. `extension.pyi` describes it to the type checker.
 #include "box.h"
 #include "device_progress.h"
+#include "exit_code.h"
 #include "modules.h"
 #include "fast_path.h"
 #include "memory.h"
@@ -34,6 +35,7 @@ PyMethodDef functions[] = {
     {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},
     {"terminate_begin", torchwhere::terminate_begin, METH_O, nullptr},
     {"terminate_end", torchwhere::terminate_end, METH_NOARGS, nullptr},
+    {"on_exit_code", torchwhere::on_exit_code, METH_VARARGS, nullptr},
     {"memory_begin", torchwhere::memory_begin, METH_VARARGS, nullptr},
     {"memory_record", torchwhere::memory_record, METH_VARARGS, nullptr},
     {"memory_now", torchwhere::memory_now, METH_NOARGS, nullptr},
