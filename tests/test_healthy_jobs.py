@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from job_scripts import LIGHTNING
 from test_own_processes import free_port, run_python
 from test_pauses import SLOW_FILE
 
 pytestmark = pytest.mark.exhaustive
+BIN = Path(sys.executable).parent
 SECONDS = float(os.environ.get("TORCHWHERE_HEALTHY_S", "20"))
 SAVE_S = 35  # longer than the default of --stall
 
@@ -102,34 +105,21 @@ Trainer(
 print("done")
 """
 
-LIGHTNING = """
+VALIDATED = f"""{LIGHTNING}
 import sys, time
-import lightning, torch, torchwhere
+import torchwhere
 
-class Lit(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
+class Paced(Lit):
     def training_step(self, batch, index):
         time.sleep(0.05)
-        return self.layer(batch[0]).pow(2).mean()
+        return super().training_step(batch, index)
 
     def validation_step(self, batch, index):
-        time.sleep(0.05)
-        self.log("loss", self.layer(batch[0]).pow(2).mean(), sync_dist=True)
+        self.log("loss", self.training_step(batch, index), sync_dist=True)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-rows = torch.utils.data.TensorDataset(torch.randn(80, 4))
-trainer = lightning.Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_epochs=max(2, int(float(sys.argv[1]) / 2)),
-    logger=False, enable_progress_bar=False, enable_model_summary=False,
-)
-loaders = [torch.utils.data.DataLoader(rows, 2) for _ in range(2)]
 with torchwhere.watch(out="run"):
-    trainer.fit(Lit(), *loaders)
+    epochs = max(2, int(float(sys.argv[1]) / 2))
+    trainer(epochs=epochs, saves=True).fit(Paced(), loader(rows=80), loader(rows=80))
 print("done")
 """
 
@@ -151,28 +141,112 @@ if __name__ == "__main__":
     print("done")
 """
 
-needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="no Lightning here")
-needs_trainer = pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers here")
+# A tensor-parallel pair, a compiled model that is compiled again for each new length, and workers
+# that load data.
+COMPILED = f"""{COMMON}
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return torch.ones(64)
+
+dist.init_process_group("gloo")
+layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+parallelize_module(
+    layers, init_device_mesh("cpu", (2,)), {{"0": ColwiseParallel(), "2": RowwiseParallel()}}
+)
+torch._dynamo.config.recompile_limit = 1000
+model = torch.compile(layers, dynamic=False)
+optimizer = torch.optim.SGD(layers.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(Rows(), 4, num_workers=2)
+length = 1
+while goes_on():
+    length += 1
+    for batch in loader:
+        model(batch.repeat(length, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("done")
+dist.destroy_process_group()
+"""
+
+ACCELERATE = f"""{COMMON}
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+rows = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=4)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+while goes_on():
+    for batch in rows:
+        accelerator.backward(model(batch).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.05)
+    accelerator.save_state("state")
+print("done")
+accelerator.end_training()
+"""
+
+ZERO = f"""{COMMON}
+import deepspeed
+
+config = {{
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {{"type": "Adam", "params": {{"lr": 1e-3, "torch_adam": True}}}},
+    "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}},
+}}
+model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+while goes_on():
+    for step in range(40):
+        engine.backward(engine(torch.ones(4, 32)).sum())
+        engine.step()
+        time.sleep(0.05)
+    engine.save_checkpoint("checkpoint")
+print("done")
+dist.destroy_process_group()
+"""
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(library) is None, reason=f"needs {library}")
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+ACCELERATE_LAUNCH = (BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2)
+DEEPSPEED = (BIN / "deepspeed", "--num_accelerators", 2)
 
 
 @pytest.mark.parametrize(
-    ("script", "is_torchrun", "done_count"),
+    ("script", "launcher", "done_count"),
     [
-        pytest.param(DDP, True, 2, id="ddp"),
-        pytest.param(FSDP2, True, 2, id="fsdp2"),
-        pytest.param(TRAINER, True, 2, id="trainer", marks=needs_trainer),
-        pytest.param(LIGHTNING, False, 2, id="lightning", marks=needs_lightning),
-        pytest.param(SPAWN, False, 1, id="spawn"),
+        pytest.param(DDP, TORCHRUN, 2, id="ddp"),
+        pytest.param(FSDP2, TORCHRUN, 2, id="fsdp2"),
+        pytest.param(COMPILED, TORCHRUN, 2, id="compiled"),
+        pytest.param(TRAINER, TORCHRUN, 2, id="trainer", marks=needs("transformers")),
+        pytest.param(ACCELERATE, ACCELERATE_LAUNCH, 2, id="accelerate", marks=needs("accelerate")),
+        pytest.param(ZERO, DEEPSPEED, 2, id="deepspeed", marks=needs("deepspeed")),
+        pytest.param(VALIDATED, (), 2, id="lightning", marks=needs("lightning")),
+        pytest.param(SPAWN, (), 1, id="spawn"),
     ],
 )
-def test_no_alarm(tmp_path: Path, script: str, is_torchrun: bool, done_count: int) -> None:
+def test_no_alarm(
+    tmp_path: Path, script: str, launcher: tuple[object, ...], done_count: int
+) -> None:
     """The monitor of a healthy job gives no verdict, also if a save takes longer than `--stall`."""
     (tmp_path / "train.py").write_text(script)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "torchwhere", "run", "--out", "run", "train.py", SECONDS, free_port()]
+    if launcher == DEEPSPEED:
+        launcher += ("--master_port", free_port())
     done = run_python(
-        *(torchrun if is_torchrun else []),
-        *command,
+        *("-m", "torchwhere", "run", "--out", "run"),
+        *launcher,
+        *("train.py", SECONDS, free_port()),
         folder=tmp_path,
         timeout=400 + 2 * SECONDS,
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import torchwhere
+from job_scripts import LIGHTNING
 from torchwhere.api import watch
 from torchwhere.blackbox.run import BoxRun, read_run
 from torchwhere.core.errors import TorchwhereError
@@ -309,27 +310,11 @@ def test_monitor_follows_spawned_workers(tmp_path: Path) -> None:
     assert (saved["kind"], saved["culprits"]) == ("missing", [1])
 
 
-LIGHTNING = """
-import lightning, torch, torchwhere
+FITTED = f"""{LIGHTNING}
+import torchwhere
 
-class Lit(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-data = torch.utils.data.TensorDataset(torch.randn(40, 4))
-trainer = lightning.Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
 with torchwhere.watch(out="run"):
-    trainer.fit(Lit(), torch.utils.data.DataLoader(data, 2))
+    trainer().fit(Lit(), loader(rows=40))
 print("done")
 """
 
@@ -338,7 +323,7 @@ print("done")
 def test_lightning_starts_its_own_processes(tmp_path: Path) -> None:
     """A healthy Lightning job that starts its second rank itself is recorded on both ranks, and the
     monitor neither reports nor ends it."""
-    (tmp_path / "train.py").write_text(LIGHTNING)
+    (tmp_path / "train.py").write_text(FITTED)
     done = run_python(
         "-m",
         "torchwhere",

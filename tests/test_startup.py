@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import torchwhere_startup
+from job_scripts import LIGHTNING
 from test_own_processes import ENVIRONMENT as OWN_ENVIRONMENT
 from test_own_processes import free_port, names
 from torchwhere.blackbox.run import read_run
@@ -92,30 +93,14 @@ if __name__ == "__main__":
         worker.join()
     print("codes:", *(worker.exitcode for worker in workers))
 """
-LIGHTNING = f"""{TRAIN}
-import lightning
-
-class Lit(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).pow(2).mean()
-
+FITTED = f"""{TRAIN}{LIGHTNING}
+class Counting(Lit):
     def on_train_end(self):
         if dist.get_rank() == 0:
             print("monitors:", monitors(), flush=True)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
 if __name__ == "__main__":
-    data = torch.utils.data.TensorDataset(torch.randn(12, 4))
-    lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Lit(), torch.utils.data.DataLoader(data, 2))
+    trainer(sys.argv[1]).fit(Counting(), loader(rows=12))
 """
 
 
@@ -181,7 +166,7 @@ def test_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_lightning(tmp_path: Path, strategy: str) -> None:
     """Both launchers of Lightning, which start processes themselves, give two watched ranks."""
-    (tmp_path / "train.py").write_text(LIGHTNING)
+    (tmp_path / "train.py").write_text(FITTED)
     done = run(sys.executable, "train.py", strategy, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     check_two_ranks(tmp_path / "run", done.stdout)
