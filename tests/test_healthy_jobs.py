@@ -243,10 +243,11 @@ def test_no_alarm(
     (tmp_path / "train.py").write_text(script)
     if launcher == DEEPSPEED:
         launcher += ("--master_port", free_port())
+    command = ["-m", "torchwhere", "run", "--out", "run", *launcher, "train.py"]
     done = run_python(
-        *("-m", "torchwhere", "run", "--out", "run"),
-        *launcher,
-        *("train.py", SECONDS, free_port()),
+        *command,
+        SECONDS,
+        free_port(),
         folder=tmp_path,
         timeout=400 + 2 * SECONDS,
     )

@@ -35,6 +35,7 @@ from torchwhere.hooks.threads import Track
 from torchwhere.recorder.graph_ids import GraphIds
 from torchwhere.recorder.own_device import device_note, own_device_place
 
+EXIT = "exit"  # the reason of a watch that ends with its process
 LineAndGraph = tuple[int, int]  # the ids of a line and of the compiled graph that runs there
 
 _MAX_TEXT = 1 << 14
@@ -190,6 +191,17 @@ class Recorder:
     def note(self, text: str, fields: dict[str, Any], *, frame: FrameType | None) -> None:
         """Record a note of the user."""
         self.event(Kind.NOTE, text={TEXT_FIELD[Kind.NOTE]: text, **fields}, frame=frame)
+
+    def end(self, reason: str) -> None:
+        """Record the end of the watch. At the exit of the process its code is not known yet: the
+        box completes the record."""
+        field = TEXT_FIELD[Kind.END]
+        if reason != EXIT:
+            self.event(Kind.END, text={field: reason})
+            return
+        reasons = [EXIT, *(f"{EXIT} {code}" for code in range(1, 256))]
+        texts = [json.dumps({field: reason}) for reason in reasons]
+        self.event(Kind.END, extra=self.box.text_of_exit(texts))
 
     def compile_begins(self, compile_id: str, fields: dict[str, str]) -> None:
         """Record that torch begins to compile a graph."""

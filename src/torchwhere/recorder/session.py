@@ -8,7 +8,6 @@ and end it.
 from __future__ import annotations
 
 import atexit
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,13 +53,11 @@ from torchwhere.recorder.heartbeat import Heartbeat
 from torchwhere.recorder.installation import InstallablePart, Installation, do_nothing, hook_part
 from torchwhere.recorder.own_rank import OwnRank
 from torchwhere.recorder.rank_files import RankFiles
-from torchwhere.recorder.recorder import LineAndGraph, Recorder
+from torchwhere.recorder.recorder import EXIT, LineAndGraph, Recorder
 from torchwhere.recorder.stack_samples import sample_taker
 
 if TYPE_CHECKING:
     from torchwhere.snapshots.on_stall import StallSnapshot
-
-_EXIT = "exit"  # why a watch ends that no program has ended
 
 
 class Session:
@@ -281,22 +278,12 @@ class Session:
             # This looks at all objects of the process. A box in memory has no reader: skip it.
             if self._box.path is not None:
                 self._groups.finish()
-            if reason == _EXIT:
-                self.recorder.event(Kind.END, extra=self._text_of_exit())
-            else:
-                self.recorder.event(Kind.END, text={TEXT_FIELD[Kind.END]: reason})
+            self.recorder.end(reason)
             self.heartbeat.stop(failed=reason.startswith(FAILED))
         except Exception as error:
             log.warning("torchwhere: could not record the end of the watch: %s", error)
         finally:
             self._installation.remove()
-
-    def _text_of_exit(self) -> int:
-        """The process ends, and its exit code is not known yet."""
-        reasons = (_EXIT, *(f"{_EXIT} {code}" for code in range(1, 256)))
-        return self._box.text_of_exit(
-            [json.dumps({TEXT_FIELD[Kind.END]: reason}) for reason in reasons]
-        )
 
     def abandon(self) -> None:
         """Remove the watch from a forked child, and leave the parent's box alone."""
@@ -406,4 +393,4 @@ class Session:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        self._on_exit(_EXIT if error is None else failure(error))
+        self._on_exit(EXIT if error is None else failure(error))
