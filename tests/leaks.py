@@ -28,7 +28,6 @@ _SET_BY_OTHERS = (
     "ACCELERATE_",
     "DS_",
     "TOKENIZERS_",
-    "CXX",
     "_TORCH",
 )
 

@@ -274,13 +274,13 @@ def calls(folder: Path) -> int:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, for this process and its children."""
-    with monkeypatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        patch.setenv(loading.SWITCH, "1")
-        patch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
-        yield tmp_path
+    # Not a context of its own: a test that changes CXX too would restore it to this value.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(loading.SWITCH, "1")
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
+    return tmp_path
 
 
 def test_run_builds_it_before_the_script(library: Path, home: Path) -> None:

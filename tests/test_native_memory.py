@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,26 +87,24 @@ print(json.dumps(readings))
 
 
 @pytest.fixture(scope="module")
-def job(library: Path) -> Iterator[tuple[Any, list[MemorySample]]]:
+def job(library: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[MemorySample]]:
     """What the job prints, and the samples in its box."""
-    # not a folder of pytest: it once disappeared while other test runs began and ended
-    with tempfile.TemporaryDirectory(prefix="torchwhere-memory-") as name:
-        folder = Path(name)
-        allocator = build_allocator(folder)
-        environment = os.environ | {
-            "TORCHWHERE_NATIVE": "1",
-            "XDG_CACHE_HOME": str(library.parent.parent),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", JOB, str(allocator), str(folder / "run")],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        yield json.loads(done.stdout), memory_samples(read_box(folder / "run" / "rank0.box"))
+    folder = tmp_path_factory.mktemp("memory")
+    allocator = build_allocator(folder)
+    environment = os.environ | {
+        "TORCHWHERE_NATIVE": "1",
+        "XDG_CACHE_HOME": str(library.parent.parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(allocator), str(folder / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), memory_samples(read_box(folder / "run" / "rank0.box"))
 
 
 def build_allocator(folder: Path) -> Path:
