@@ -42,7 +42,7 @@ class UnwatchedJob:
     """Three gloo ranks on this host, with the variables that torchrun sets."""
 
     def __init__(self, folder: Path, *, port: int) -> None:
-        self.folder = folder
+        self.folder, self.port = folder, port
         self.scene = ""
         (folder / "train.py").write_text(JOB.read_text())
         self.ranks = [
@@ -60,6 +60,7 @@ class UnwatchedJob:
                     "LOCAL_WORLD_SIZE": "3",
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
+                    "SLURM_JOB_ID": f"{port}",
                     "SECRET_TOKEN": "do-not-save-me",
                 },
             )
@@ -257,6 +258,12 @@ def test_the_ranks_of_a_host(job: UnwatchedJob) -> None:
     assert [(process.pid, process.rank) for process in ranks_of(pids[::-1])] == [
         (pid, rank) for rank, pid in enumerate(pids)
     ]
+
+
+def test_the_ranks_of_a_job_of_slurm(job: UnwatchedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `srun --overlap`, only the ranks of that job count, whatever else the host runs."""
+    monkeypatch.setenv("SLURM_JOB_ID", str(job.port))
+    assert [str(process.pid) for process in all_ranks()] == job.pids
 
 
 FORKED = """

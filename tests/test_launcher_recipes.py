@@ -24,7 +24,7 @@ if __name__ == "__main__":
 """
 SCRIPTS = {"torchrun": MAIN, "accelerate": MAIN, "deepspeed": MAIN, "spawn": SPAWNS}
 ON_CPU = {"DS_ACCELERATOR": "cpu"}  # instead of GPUs
-NOT_RUN = {"slurm", "mpirun", "kubernetes", "torchtitan", "megatron"}
+NOT_RUN = {"slurm", "kubernetes", "torchtitan", "megatron"}  # test_startup.py runs mpirun
 BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"\d+(\.\d+)?")
 

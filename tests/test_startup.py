@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -19,7 +20,7 @@ from job_scripts import LIGHTNING
 from test_own_processes import ENVIRONMENT as OWN_ENVIRONMENT
 from test_own_processes import free_port, names
 from torchwhere.blackbox.run import read_run
-from torchwhere.commands.launch import launcher_command
+from torchwhere.commands.launch import launcher_command, without_python
 from torchwhere.commands.watch_options import options_of_environment
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes import launcher
@@ -272,6 +273,37 @@ def test_rank_variables(tmp_path: Path, kind: str) -> None:
     check_two_ranks(tmp_path / "run", "".join(out for out, _ in outputs))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        pytest.param(
+            (
+                "mpirun.openmpi",
+                "--oversubscribe",
+                "--allow-run-as-root",
+                "-x",
+                "TORCHWHERE_OUT=run",
+            ),
+            VARIABLES["openmpi"],
+            id="openmpi",
+        ),
+        pytest.param(
+            ("mpiexec.hydra", "-genv", "TORCHWHERE_OUT", "run"), VARIABLES["mpich"], id="mpich"
+        ),
+    ],
+)
+def test_mpirun(tmp_path: Path, command: tuple[str, ...], variables: tuple[str, ...]) -> None:
+    """The real launchers of Open MPI and MPICH give two watched ranks, with one monitor."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    (tmp_path / "train.py").write_text(ENV_RANKS)
+    arguments = ("-n", 2, sys.executable, "train.py", free_port())
+    done = run(*command, *arguments, *variables, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_two_ranks(tmp_path / "run", done.stdout)
+
+
 def test_names_of_rank_variables() -> None:
     """The start-up hook knows the rank variables of the same launchers as the watch."""
     known = [name for variables in launcher._LAUNCHERS for name in variables["rank"]]
@@ -335,9 +367,32 @@ def test_which_scripts_are_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "torch.distributed.run",
         "-x",
     ]
+    assert command(python) == [python, "-x"]
+    Path("launch.sh").write_text("#!/bin/bash\ntorchrun train.py\n")
+    assert command("launch.sh") == [str(tmp_path / "launch.sh"), "-x"]
+    Path("own.py").write_text("#!/usr/bin/env python3\n")
+    assert command("own.py") is None
     assert command("train.py") is None
     assert command("./no/program") is None
     assert command("train", is_module=True) is None
+
+
+def test_python_before_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchwhere run python train.py` watches the script, if it is this Python without options."""
+    other = tmp_path / "python"
+    other.symlink_to(os.path.realpath(sys.executable))
+    name = Path(sys.executable).name
+    monkeypatch.setenv("PATH", str(BIN))
+
+    def target(*words: str) -> tuple[str, list[str], bool]:
+        script, arguments, is_module = without_python(words[0], words[1:], is_module=False)
+        return script, [*arguments], is_module
+
+    assert target(name, "train.py", "-x") == ("train.py", ["-x"], False)
+    assert target(sys.executable, "-m", "train", "-x") == ("train", ["-x"], True)
+    assert target(name, "-u", "train.py") == (name, ["-u", "train.py"], False)
+    assert target(str(other), "train.py") == (str(other), ["train.py"], False)
+    assert target("train.py", "python") == ("train.py", ["python"], False)
 
 
 def test_options_travel_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def begin(
     `script` is a path, with `is_module` the name of a module, or a program on the PATH. A launcher
     is not a rank, so it is not watched: the processes that it starts are.
     """
+    script, arguments, is_module = without_python(script, arguments, is_module=is_module)
     command = launcher_command(script, arguments, is_module=is_module)
     if command is None:
         _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
@@ -59,6 +60,29 @@ def begin(
     return lambda: _watched(execute, script)
 
 
+def without_python(
+    script: str, arguments: Sequence[str], *, is_module: bool
+) -> tuple[str, Sequence[str], bool]:
+    """What this Python runs in `torchwhere run python train.py`: the script or module, which is
+    watched. With further options of Python, or with another Python, nothing changes."""
+    program = None if is_module else shutil.which(script)
+    if program is None or not arguments or not _is_this_python(program):
+        return script, arguments, is_module
+    if arguments[0] == "-m" and len(arguments) > 1:
+        return arguments[1], arguments[2:], True
+    if arguments[0].startswith("-"):
+        return script, arguments, is_module
+    return arguments[0], arguments[1:], False
+
+
+def _is_this_python(program: str) -> bool:
+    """Whether a program is this interpreter. That of another environment has other packages,
+    although both may be links to one file."""
+    own = os.path.abspath(sys.executable)
+    is_beside = os.path.dirname(os.path.abspath(program)) == os.path.dirname(own)
+    return is_beside and os.path.samefile(program, own)
+
+
 def launcher_command(script: str, arguments: Sequence[str], *, is_module: bool) -> list[str] | None:
     """The command line of a launcher or of another program; None for a script to be watched."""
     if is_module:
@@ -68,13 +92,22 @@ def launcher_command(script: str, arguments: Sequence[str], *, is_module: bool) 
             else None
         )
     if Path(script).is_file():
-        return (
-            [sys.executable, script, *arguments]
-            if Path(script).name in launcher.LAUNCHER_PROGRAMS
-            else None
-        )
+        if Path(script).name in launcher.LAUNCHER_PROGRAMS:
+            return [sys.executable, script, *arguments]
+        return [os.path.abspath(script), *arguments] if _is_program(script) else None
     program = shutil.which(script) if os.sep not in script else None
     return [program, *arguments] if program is not None else None
+
+
+def _is_program(path: str) -> bool:
+    """Whether a file is not for Python: a binary, or a script of another interpreter."""
+    try:
+        with open(path, "rb") as file:
+            first_line = file.readline(256)
+    except OSError:
+        return False
+    is_other_script = first_line.startswith(b"#!") and b"python" not in first_line
+    return first_line.startswith(b"\x7fELF") or is_other_script
 
 
 def _become(command: list[str]) -> None:

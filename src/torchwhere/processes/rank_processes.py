@@ -30,8 +30,9 @@ _LAUNCHER = re.compile(
     r"|^(deepspeed\.launcher|accelerate\.commands)\."
 )
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")  # options of Python that have a value
+_SLURM_JOB = "SLURM_JOB_ID"
 # Variables that are equal in all ranks of a job; the first that is set tells jobs apart.
-_JOBS = (("MASTER_ADDR", "MASTER_PORT"), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMIX_NAMESPACE",))
+_JOBS = (("MASTER_ADDR", "MASTER_PORT"), (_SLURM_JOB, "SLURM_STEP_ID"), ("PMIX_NAMESPACE",))
 _MOST_LISTED = 16  # jobs in a message
 _OWN_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -102,13 +103,14 @@ def ranks_of_torchrun() -> list[RankProcess]:
 
 def all_ranks() -> list[RankProcess]:
     """The ranks of the only job of this host: Python processes with torch that have rank variables
-    or a process group.
+    or a process group. In a job of Slurm (`srun --overlap --jobid`), the ranks of that job.
 
     Raises:
         TorchwhereError: There is no rank, or there are ranks of several jobs.
     """
     host = _Host()
-    jobs = host.jobs()
+    own = os.environ.get(_SLURM_JOB)
+    jobs = (host.jobs(slurm_job=own) if own else []) or host.jobs()
     if not jobs:
         raise TorchwhereError(
             "no rank runs on this host as this user: no Python process with torch has rank"
@@ -196,10 +198,15 @@ class _Host:
         started = {child for pid in ranks for child in self.descendants(pid)}
         return [pid for pid in ranks if pid not in started or self.has_group(pid)]
 
-    def jobs(self) -> list[list[int]]:
-        """The ranks of this host by job: processes with torch, with rank variables or a group."""
+    def jobs(self, *, slurm_job: str | None = None) -> list[list[int]]:
+        """The ranks of this host by job: processes with torch, with rank variables or a group; of
+        all jobs, or those that a job of Slurm started."""
         ranks = self.outermost(
-            pid for pid in self.stats if self.is_rank(pid) and self.has_torch(pid)
+            pid
+            for pid in self.stats
+            if slurm_job in (None, self.environment(pid).get(_SLURM_JOB))
+            and self.is_rank(pid)
+            and self.has_torch(pid)
         )
         jobs: dict[object, list[int]] = {}
         for pid in ranks:
