@@ -220,7 +220,7 @@ def needs(library: str) -> pytest.MarkDecorator:
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 ACCELERATE_LAUNCH = (BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2)
-DEEPSPEED = (BIN / "deepspeed", "--num_accelerators", 2)
+DEEPSPEED = (BIN / "deepspeed", "--num_accelerators", 2, "--no_local_rank")
 
 
 @pytest.mark.parametrize(
