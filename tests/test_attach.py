@@ -367,7 +367,7 @@ def test_wrong_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"process {sleep.pid} (sleep) is not a Python process" in message
     assert f"there is no process {sleep.pid}" in error(capsys, str(sleep.pid))
     assert "give process ids, --torchrun, --all or --read" in error(capsys)
-    assert "and only one" in error(capsys, "--all", "--torchrun")
+    assert "and only one of them" in error(capsys, "--all", "--torchrun")
     assert "holds nothing that torchwhere attach has written" in error(
         capsys, "--read", str(tmp_path)
     )

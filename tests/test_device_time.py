@@ -291,8 +291,8 @@ def test_phases(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "   2  185 ms         185 ms    0 ns     0 ns  70.8 us  21.9 us",
         "   3  185 ms         4.5 ms    0 ns   181 ms  73.2 us   181 ms  rank 2 in 29 steps",
         (
-            "unclear: a collective was in flight that is asynchronous or has its own stream."
-            " Whether the job computed or waited for it is not known."
+            "unclear: a collective that is asynchronous or has its own stream was in flight."
+            " It is not known whether the job computed or waited for it."
         ),
         (
             "The end of 248 collectives was not recorded. Each counts only until the last device"

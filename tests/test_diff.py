@@ -258,7 +258,7 @@ def test_a_rank_with_an_extra_note(four_ranks: Pool, tmp_path: Path) -> None:
     assert entry is not None
     assert entry.event is not None
     assert (entry.event.kind, entry.event.fields) == ("note", {"text": "overflow", "scale": 0.5})
-    assert "they differ only in this step, of 4" in divergence.remarks
+    assert "they differ only in this step (1 of 4)" in divergence.remarks
 
 
 # -- boxes written by hand -------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def test_another_branch(tmp_path: Path) -> None:
         "train.py:1",
         "train.py:4",
     ]
-    assert first.remarks == ("they differ only in this step, of 5",)
+    assert first.remarks == ("they differ only in this step (1 of 5)",)
     assert (
         second.remarks[0] == "in step 3 rank 3 had 4 collective events on default; ranks 0, 2 had 3"
     )

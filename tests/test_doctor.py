@@ -374,7 +374,7 @@ def test_the_flight_recorder_is_asked(outcomes: dict[tuple[str, int], Future[Out
     assert live.collective is not None
     number = live.collective["number"]
     assert (
-        f'By the flight recorder, #{number} of group "default" is issued on ranks 0-3.'
+        f'According to the flight recorder, #{number} of group "default" is issued on ranks 0-3.'
         in live.explanation
     )
     assert live.facts["flight_recorder"][0]["ranks"] == [

@@ -209,7 +209,7 @@ def started_on(*ranks: int) -> list[Recorder]:
             (0, 1, 3),
             (
                 (
-                    'By the flight recorder, #5 of group "default" is started on ranks 0-1, 3;'
+                    'According to the flight recorder, #5 of group "default" is started on ranks 0-1, 3;'
                     " scheduled on rank 2."
                 ),
                 "The device of rank 2 has not reached it: look at the work queued before it.",
@@ -218,7 +218,7 @@ def started_on(*ranks: int) -> list[Recorder]:
         (
             (0, 1, 2, 3),
             (
-                'By the flight recorder, #5 of group "default" is started on ranks 0-3.',
+                'According to the flight recorder, #5 of group "default" is started on ranks 0-3.',
                 "All devices have started it: look at the network between them.",
             ),
         ),
@@ -269,7 +269,7 @@ def test_dumps_are_asked_for_once(tmp_path: Path) -> None:
     assert (
         first.explanation[1]
         == again.explanation[1]
-        == 'By the flight recorder, #5 of group "default" is started on rank 0.'
+        == 'According to the flight recorder, #5 of group "default" is started on rank 0.'
     )
 
 

@@ -213,7 +213,7 @@ def test_missing_in_every_version(version: str, as_json: bool, tmp_path: Path) -
     )
     assert [str(verdict.ranks[rank].state) for rank in (0, VICTIM)] == ["waiting", "running"]
     assert (
-        'Completed in group "default", by the flight recorder: up to #4 on ranks 0-3.'
+        'Completed in group "default", according to the flight recorder: up to #4 on ranks 0-3.'
         in verdict.explanation
     )
 
@@ -238,7 +238,7 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
         "  waiting: ranks 0-1, 3, at train.py:12",
         "  rank 2 was last seen at train.py:9; its dump does not show where it is now",
         f"Likely cause: {likely} Look at: conditions on rank, step or data before train.py:12.",
-        'Completed in group "default", by the flight recorder: up to #4 on ranks 0-3.',
+        'Completed in group "default", according to the flight recorder: up to #4 on ranks 0-3.',
         "  last in common: all_reduce #4, train.py:9",
         f"Not known: dumps contain the issued collectives, {not_known}",
     ]
@@ -363,7 +363,7 @@ def test_held_ranks_are_not_blamed(tmp_path: Path) -> None:
     assert (
         verdict.explanation[0]
         == 'Ranks 0, 2 are still in #5 of group "default", which all ranks have issued; ranks 1, 3'
-        " went on. No rank is missing from it."
+        " continued. No rank is missing from it."
     )
     assert verdict.collective is not None
     assert verdict.collective["number"] == 5
@@ -378,7 +378,7 @@ def test_only_missing_ranks_without_a_wait_are_blamed(tmp_path: Path) -> None:
         recorder.calls(recorder.rank not in (0, VICTIM), state="started")
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("missing", (VICTIM,))
-    assert "Rank 0 did not arrive either: it still waits in another call." in verdict.explanation
+    assert "Rank 0 did not reach it either: it still waits in another call." in verdict.explanation
 
 
 # -- messages and batches --------------------------------------------------------------------------
@@ -515,7 +515,9 @@ def test_group_that_left_the_ring(tmp_path: Path) -> None:
     recorders[VICTIM].forget(2)
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
-    said = 'rank 2: the ring holds nothing of group "0" any more; whether it reached #1 is unknown'
+    said = (
+        'rank 2: the ring no longer holds calls of group "0"; it is unknown whether it reached #1'
+    )
     assert said in verdict.missing_data
 
 
@@ -558,7 +560,9 @@ def test_dumps_of_another_time(tmp_path: Path) -> None:
         recorder.write(tmp_path, name="new_{}")
     verdict = consult_dumps(tmp_path)
     assert verdict.kind == "together"
-    assert "left out 4 other dumps in the folder, older or of another name" in verdict.missing_data
+    assert (
+        "left out 4 other dumps in the folder: older, or with another name" in verdict.missing_data
+    )
 
 
 def test_lines_of_the_user() -> None:
@@ -607,7 +611,7 @@ def test_dump_of_nccl(tmp_path: Path) -> None:
 
 def test_nothing_to_read(tmp_path: Path) -> None:
     """Without a dump, or without an entry in any, the error says what was looked for."""
-    how_to = "Flight recorder dumps are files whose names end in a rank, as nccl_trace_rank_0"
+    how_to = "Flight recorder dumps are files whose names end in a rank, such as nccl_trace_rank_0"
     with pytest.raises(TorchwhereError, match=rf"^there is no folder {tmp_path}/none\. {how_to}$"):
         consult_dumps(tmp_path / "none")
     with pytest.raises(TorchwhereError, match=rf"^{tmp_path} holds no dump\. {how_to}$"):

@@ -695,7 +695,9 @@ def test_another_run(pair: Pair) -> None:
         box.meta["store"] = "node0:4002"
     caveats = pair.lead.inputs(pair.one).run.caveats()
     host = socket.gethostname()
-    assert caveats[-1] == f"the snapshot of host {host} (ranks 8-15) is of another run or restart"
+    assert (
+        caveats[-1] == f"the snapshot of host {host} (ranks 8-15) belongs to another run or restart"
+    )
 
 
 def test_an_invalid_snapshot(pair: Pair) -> None:

@@ -215,10 +215,10 @@ def test_a_wait_that_passes(warm: WarmPython, tmp_path: Path) -> None:
     done = launch_ranks(warm, tmp_path, 1, "--stall", "2", late_s=100, script=LATE)
     assert (done.returncode, done.stdout.count("done")) == (0, 2)
     assert "HANG  2 ranks" in done.stderr
-    assert "torchwhere: the wait is over, the job goes on." in done.stderr
+    assert "torchwhere: the wait is over, and the job continues." in done.stderr
     kept = json.loads((tmp_path / "run" / "verdict.json").read_text())
     assert (kept["kind"], kept["culprits"], kept["passed"]) == ("missing", [1], True)
-    assert "It passed: the job went on." in (tmp_path / "run" / "verdict.txt").read_text()
+    assert "The wait is over: the job continued." in (tmp_path / "run" / "verdict.txt").read_text()
     seen = (tmp_path / "run").glob("monitor-*.json")
     before = [path.read_text() for path in seen]
     # a monitor of a job that is over sees nothing, and keeps what was saved

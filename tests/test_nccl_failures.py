@@ -84,9 +84,9 @@ def test_sentences(runs: Path) -> None:
         "  its last place: forward of <root>, nccl_jobs.py:93, step 7",
         "  rank 2, device: last reached outside any module, nccl_jobs.py:100, step 6",
         (
-            "Likely cause: a kernel reads or writes outside of its tensors. The CPU may learn of it"
-            " later than at the failing line. Look at: the log of rank 2 and a run with"
-            " CUDA_LAUNCH_BLOCKING=1, which shows the line; compute-sanitizer."
+            "Likely cause: a kernel reads or writes outside of its tensors. The CPU may report"
+            " the error after it has passed the failing line. Look at: the log of rank 2 and a run"
+            " with CUDA_LAUNCH_BLOCKING=1, which shows the line; compute-sanitizer."
         ),
         "Because of it, ranks 0-1, 3 failed: the connection to another rank was lost.",
     ]
@@ -96,7 +96,10 @@ def test_a_dump_is_missing(runs: Path) -> None:
     """Where a rank has left no dump, the verdict does not say that all devices have started the
     collective."""
     lines = verdict_of(runs / "raised").explanation
-    assert 'By the flight recorder, #22 of group "default" is started on ranks 0-1, 3.' in lines
+    assert (
+        'According to the flight recorder, #22 of group "default" is started on ranks 0-1, 3.'
+        in lines
+    )
     assert not any("All devices have started it" in line for line in lines)
 
 

@@ -128,7 +128,7 @@ def test_a_pause_is_not_a_hang(warm: WarmPython, tmp_path: Path, script: str, pa
     done = launch_ranks(warm, tmp_path, 0, *options, late_s=7, script=script)
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
     assert done.stderr.count(f"torchwhere: Paused: {pause}. No progress for ") == 1
-    assert "called a hang after 15 s." in done.stderr
+    assert "this is called a hang after 15 s." in done.stderr
     assert "HANG" not in done.stderr
     assert [*(tmp_path / "run").glob("verdict*")] == []
 
@@ -225,7 +225,7 @@ def test_doctor_and_top_show_a_pause(two_ranks: Pool, tmp_path: Path) -> None:
     title, paused, wait, work = text.splitlines()[:4]
     assert title.startswith("PAUSED: SAVING  2 ranks, step 9, no progress for ")
     assert paused.startswith("Paused: saving. No progress for ")
-    assert "s, called a hang after 150 s. Last step 9" in paused
+    assert "s; this is called a hang after 150 s. Last step 9" in paused
     assert wait.startswith("Rank 0 has waited for rank 1 for ")
     assert wait.endswith(" s, in barrier.")
     assert work.startswith("  rank 1 is saving, outside any module, ")

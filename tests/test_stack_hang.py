@@ -303,7 +303,7 @@ def test_old_dumps(tmp_path: Path) -> None:
     verdict = diagnose_attached(AttachedJob(ranks, (), dumps))
     assert verdict.culprits == ()
     assert verdict.missing_data[-1] == (
-        f"4 dumps of the flight recorder in {tmp_path} from before the first look: read them with"
+        f"4 dumps of the flight recorder in {tmp_path}, older than the first look: read with"
         " torchwhere doctor --flight-recorder"
     )
 

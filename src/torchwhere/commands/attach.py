@@ -33,8 +33,8 @@ def add(commands: Any) -> None:
         "attach",
         "diagnose a running job that was not started with torchwhere",
         more=(
-            "Needs py-spy. The job goes on. Exit code: 0 no hang seen, 1 any other verdict, 2"
-            " nothing to look at."
+            "Needs py-spy. The job continues to run. Exit code: 0 no hang seen, 1 any other"
+            " verdict, 2 no process to look at."
         ),
     )
     sub.add_argument(
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--read",
         metavar="FOLDER",
-        help="look at no process; judge what attach has written to a folder, on one or more hosts",
+        help="look at no process; diagnose from files that attach wrote, on one or more hosts",
     )
     sub.add_argument(
         "-o", "--out", metavar="FOLDER", help="also write states and stacks to a folder, as JSON"
@@ -82,7 +82,9 @@ def _attach(arguments: argparse.Namespace) -> int:
 def _check_choice(arguments: argparse.Namespace) -> None:
     choices = (bool(arguments.pids), arguments.torchrun, arguments.all, arguments.read is not None)
     if sum(choices) != 1:
-        raise TorchwhereError("give process ids, --torchrun, --all or --read FOLDER, and only one")
+        raise TorchwhereError(
+            "give process ids, --torchrun, --all or --read FOLDER, and only one of them"
+        )
     if arguments.read is not None and arguments.out is not None:
         raise TorchwhereError("--read writes nothing: leave out --out")
 

@@ -1,4 +1,4 @@
-"""`torchwhere doctor`: which rank hangs, differs or died, and why."""
+"""`torchwhere doctor`: which rank hangs, differs or exited, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     sub = add_command(
         commands,
         "doctor",
-        "diagnose a live or ended run: which rank hangs, differs or died, and why",
+        "diagnose a running or ended job: which rank hangs, differs or exited, and why",
         more="Exit code: 0 healthy, 1 any other verdict, 2 nothing to read.",
     )
     sub.add_argument(

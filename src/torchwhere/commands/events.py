@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         "--last", type=at_least(1), metavar="N", help="show only the last N events of each rank"
     )
     add_kinds(sub)
-    add_json(sub, "print one JSON object a line, for programs")
+    add_json(sub, "print one JSON object per line, for programs")
     sub.set_defaults(command=reading(_events))
 
 

@@ -61,7 +61,7 @@ def add_options(sub: argparse.ArgumentParser) -> None:
         metavar="SIGNAL",
         help="send this signal to the ranks after a verdict, e.g. SIGTERM (default: only report)",
     )
-    add_json(sub, "print the monitor's verdicts as JSON, one object a line")
+    add_json(sub, "print the monitor's verdicts as JSON, one object per line")
 
 
 def _signal(text: str) -> signal.Signals:

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
         "build the native extension, which makes watching cheaper",
         more="Every watch uses it from then on.",
     )
-    sub.add_argument("--anew", action="store_true", help="build it again even if it is built")
+    sub.add_argument("--anew", action="store_true", help="build it again even if it exists")
     sub.add_argument(
         "--check",
         action="store_true",

@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
         help="print N updates as lines and exit, on a terminal too",
     )
     add_stall(sub)
-    add_json(sub, "print one JSON object an update, for programs")
+    add_json(sub, "print one JSON object for each update, for programs")
     sub.set_defaults(command=reading(_top))
 
 

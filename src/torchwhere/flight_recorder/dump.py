@@ -223,7 +223,7 @@ def _version(value: Any) -> str:
     number = int(match[1]), int(match[2])
     if number < _OLDEST or number[0] != _NEWEST[0]:
         raise RefusedFileError(
-            f"a dump of version {value}; versions 2.4 (torch 2.6) and later are read"
+            f"a dump of version {value}; torchwhere reads versions 2.4 (torch 2.6) and later"
         )
     return str(value)
 

@@ -43,7 +43,7 @@ _FILE = re.compile(
 )
 _DEFAULT = "0"  # the name of the default group
 _MOST_ABSENT = 1024
-_HOW_TO = "Flight recorder dumps are files whose names end in a rank, as nccl_trace_rank_0"
+_HOW_TO = "Flight recorder dumps are files whose names end in a rank, such as nccl_trace_rank_0"
 
 
 @dataclass(slots=True)

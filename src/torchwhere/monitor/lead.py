@@ -144,7 +144,9 @@ class Lead(SingleHost):
             else:
                 joined.missing.append(problem)
         if len(joined.boxes) < run.world_size and self._server.problem:
-            joined.missing.append(f"snapshots of other hosts cannot arrive: {self._server.problem}")
+            joined.missing.append(
+                f"cannot receive snapshots of other hosts: {self._server.problem}"
+            )
         return joined.inputs(run)
 
     def request_stacks(self, ranks: Sequence[int]) -> SavedStatuses:
@@ -284,8 +286,8 @@ class Lead(SingleHost):
         is_outside = any(rank >= run.world_size for rank in ranks)
         if is_outside or self._is_other_attempt(snapshot, run):
             return (
-                f"the snapshot of host {snapshot.host} ({ranks_phrase(ranks)}) is of another run or"
-                " restart"
+                f"the snapshot of host {snapshot.host} ({ranks_phrase(ranks)}) belongs to another"
+                " run or restart"
             )
         return None
 

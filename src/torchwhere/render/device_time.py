@@ -14,8 +14,8 @@ _LEAST_WAIT = 0.01  # of a step: shorter waits name no rank
 _HEADINGS = ("step", "compute, idle", "hidden", "unclear", "exposed", "waited")
 _NARROWING = (("waited for", 0), ("hidden", 0))
 UNCLEAR = (
-    "unclear: a collective was in flight that is asynchronous or has its own stream. Whether the"
-    " job computed or waited for it is not known."
+    "unclear: a collective that is asynchronous or has its own stream was in flight. It is not"
+    " known whether the job computed or waited for it."
 )
 
 

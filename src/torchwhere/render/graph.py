@@ -103,7 +103,8 @@ def summary(graph: Graph) -> str:
     if unnamed:
         parts.append(f"{unnamed:,} {'leaf' if unnamed == 1 else 'leaves'} without a name")
     if graph.freed:
-        parts.append(f"backward has run: {plural(graph.freed, 'node')} freed what they saved")
+        nodes = plural(graph.freed, "node")
+        parts.append(f"backward has run and freed the saved tensors of {nodes}")
     return ", ".join(parts)
 
 

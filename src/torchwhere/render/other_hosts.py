@@ -37,7 +37,10 @@ def other_hosts_lines(unseen: Sequence[int], *, job: str, out: str | None) -> li
         ),
     ]
     if out is None:
-        lines.append(f"For this host, repeat the command with --out {given}. Then judge all hosts:")
+        lines += [
+            f"For this host, repeat the command with --out {given}.",
+            "Then diagnose all hosts together:",
+        ]
     else:
-        lines.append("Then judge all hosts together:")
+        lines.append("Then diagnose all hosts together:")
     return [*lines, f"  torchwhere attach --read {shared}"]

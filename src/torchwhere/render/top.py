@@ -53,7 +53,7 @@ HELP = (
         "time since the rank last entered or left a module, issued a collective, began a step",
     ),
     ("!", "no move for longer than its steps usually take, or dead, or stopped"),
-    ("STUCK", "it does not move and waits for no rank"),
+    ("STUCK", "it does not move, and does not wait for another rank"),
     ("BEHIND", "it moves, and other ranks wait for it"),
     ("waiting for 2", "it has issued a collective that rank 2 has not issued yet"),
     ("GPU at", "the last step, module or collective that the GPU has reached"),

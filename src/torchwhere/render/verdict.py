@@ -53,7 +53,7 @@ def _worker_lines(rank: int, report: RankReport) -> list[str]:
     for (name, stack), alike in list(pids.items())[:_MOST_WORKER_STACKS]:
         owner = f"process {alike[0]}, a {name} of rank {rank}"
         if len(alike) > 1:
-            owner += f" ({plural(len(alike), 'worker')} alike)"
+            owner += f" ({plural(len(alike), 'worker')} with the same stack)"
         lines += _stack_lines(owner, stack) if stack else [f"  no stack of {owner}"]
     return lines
 

@@ -89,7 +89,7 @@ def _(fact: EventCounts) -> str:
 @fact_text.register
 def _(fact: DifferingSteps) -> str:
     if fact.differing == 1:
-        return f"they differ only in this step, of {fact.common}"
+        return f"they differ only in this step (1 of {fact.common})"
     return f"they differ in {fact.differing} of {fact.common} steps: {fact.first} to {fact.last}"
 
 

@@ -38,13 +38,15 @@ def _(fact: CompletedCalls) -> str:
         f"{f'up to #{number}' if number >= 0 else 'nothing'} on {ranks_phrase(ranks)}"
         for number, ranks in fact.by_number[:_MOST_PARTS]
     ]
-    return f'Completed in group "{fact.group}", by the flight recorder: {"; ".join(parts)}.'
+    done = "; ".join(parts)
+    return f'Completed in group "{fact.group}", according to the flight recorder: {done}.'
 
 
 @fact_text.register
 def _(fact: DeviceStates) -> str:
     parts = [f"{state} on {ranks_phrase(ranks)}" for state, ranks in fact.by_state]
-    return f'By the flight recorder, #{fact.number} of group "{fact.group}" is {"; ".join(parts)}.'
+    call = f'#{fact.number} of group "{fact.group}"'
+    return f"According to the flight recorder, {call} is {'; '.join(parts)}."
 
 
 @fact_text.register
@@ -109,15 +111,16 @@ def _(fact: WrappedRings) -> str:
 
 @fact_text.register
 def _(fact: OtherDumps) -> str:
-    return f"left out {plural(fact.count, 'other dump')} in the folder, older or of another name"
+    other = plural(fact.count, "other dump")
+    return f"left out {other} in the folder: older, or with another name"
 
 
 @fact_text.register
 def _(fact: GroupLost) -> str:
     it = "it" if len(fact.ranks) == 1 else "they"
     return (
-        f'{ranks_phrase(fact.ranks)}: the ring holds nothing of group "{fact.group}" any more;'
-        f" whether {it} reached #{fact.number} is unknown"
+        f'{ranks_phrase(fact.ranks)}: the ring no longer holds calls of group "{fact.group}";'
+        f" it is unknown whether {it} reached #{fact.number}"
     )
 
 

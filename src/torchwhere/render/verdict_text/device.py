@@ -50,7 +50,7 @@ def blocked_together_text(cause: DevicesBlockedTogether, context: Context) -> li
 
 
 def device_deadlock_text(cause: DeviceDeadlock, context: Context) -> list[str]:
-    lines = ["The devices wait for each other, in collectives of different order."]
+    lines = ["The devices wait for each other, in different collectives."]
     for cohort in cause.cohorts[:_MOST_RANKS]:
         ranks = ranks_phrase([device.rank for device in cohort])
         call = cohort[0].waits_in or cohort[0].reached[0]

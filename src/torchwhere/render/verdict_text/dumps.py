@@ -21,7 +21,7 @@ from torchwhere.render.verdict_text.phrases import all_ranks_text, in_place, op_
 
 _SET_TIMING = (
     "The dumps do not show which devices have reached it. Set TORCH_NCCL_ENABLE_TIMING=1 before the"
-    " job starts: then the next dumps name the device that has not."
+    " job starts: then the next dumps show which device has not reached it."
 )
 
 
@@ -37,7 +37,7 @@ def progressed_meanwhile_text(cause: ProgressedMeanwhile, context: Context) -> l
             "The job progressed while the dumps were written: other ranks have completed calls that"
             f" the {dumps} of {outdated} {show} as not issued or not complete."
         ),
-        "No rank is known to hang. If the job does, write all dumps at the same time.",
+        "No rank is known to hang. If the job hangs, write all dumps at the same time.",
     ]
 
 
@@ -76,7 +76,7 @@ def unreached_call_text(cause: UnreachedCall, context: Context) -> list[str]:
         (_, source, destination), count = cause.buffered
         lines.append(
             f"  {plural(count, 'send')} from rank {source} to rank {destination} completed before"
-            " the receive: this send would have too"
+            " the receive: this send should have completed too"
         )
     return [
         *lines,
@@ -127,7 +127,7 @@ def _incomplete_text(cause: IncompleteCall, context: Context) -> str:
         title = context.job_calls.group(reference.key).title
         return (
             f'{ranks.capitalize()} {verb} still in #{reference.number} of group "{title}", which'
-            f" all ranks have issued; {ranks_phrase(cause.went_on)} went on. No rank is missing"
+            f" all ranks have issued; {ranks_phrase(cause.went_on)} continued. No rank is missing"
             " from it."
         )
     if cause.call.ends is not None:
@@ -162,7 +162,8 @@ def _unknown_text(cause: IncompleteCall) -> list[str]:
         *lines,
         (
             f"The culprit is unknown. One of {suspects} has not issued this call, or issued its"
-            " calls in another order; or its device does not reach it; or the network is the cause."
+            " calls in a different order; or its device does not reach the call; or the network is"
+            " the cause."
         ),
     ]
 
@@ -190,8 +191,8 @@ def different_order_text(cause: DifferentOrder, context: Context) -> list[str]:
     return [
         *lines,
         (
-            f"Since then {ranks_phrase(other.ranks)} and the others never came back to the same"
-            f' order: {skipping} left out {plural(abs(cause.shift), "call")} of group "{group}".'
+            f"After that, the calls of {ranks_phrase(other.ranks)} stay in a different order:"
+            f' {skipping} skipped {plural(abs(cause.shift), "call")} of group "{group}".'
         ),
         f"Look at: conditions on rank, step or data {_at(context, other.ranks)}.",
     ]

@@ -32,8 +32,8 @@ def extra_call_text(cause: ExtraCall, context: Context) -> list[str]:
     return [
         *lines,
         (
-            "Likely cause: more batches than the others, or a collective under a condition. Look"
-            f" at: {place_text(call.place)}."
+            "Likely cause: more batches than on the other ranks, or a collective inside a"
+            f" condition. Look at: {place_text(call.place)}."
         ),
     ]
 

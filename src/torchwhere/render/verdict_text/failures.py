@@ -27,7 +27,7 @@ _LOOK_AT = {
     DeviceError.OTHER: f"{_OF_DEVICE}, {_OF_KERNEL}",
 }
 _OF_CODE = frozenset({DeviceError.ASSERT, DeviceError.ADDRESS, DeviceError.OTHER})
-_LATER = " The CPU may learn of it later than at the failing line."
+_LATER = " The CPU may report the error after it has passed the failing line."
 _REACTIONS = {
     Reaction.TIMED_OUT: "a collective timed out",
     Reaction.LOST_PEER: "the connection to another rank was lost",

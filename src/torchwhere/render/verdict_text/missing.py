@@ -170,7 +170,7 @@ def _elsewhere_ranks_text(cause: MissingRanks) -> list[str]:
         return []
     wait = "it still waits" if len(cause.elsewhere) == 1 else "they still wait"
     ranks = ranks_phrase(cause.elsewhere).capitalize()
-    return [f"{ranks} did not arrive either: {wait} in another call."]
+    return [f"{ranks} did not reach it either: {wait} in another call."]
 
 
 def _excuses_text(cause: MissingRanks) -> list[str]:

@@ -67,7 +67,7 @@ def timed_out_together_text(cause: TimedOutTogether, context: Context) -> list[s
     reached = all_ranks_text(count, single="reached", several="reached")
     return [
         (
-            f"{reached} the same collective and waited there until the time-out. No rank is missing"
+            f"{reached} the same collective and waited there until the timeout. No rank is missing"
             " from it."
         ),
         f"  rank {cause.example_rank}: {first_line(text)}",
@@ -105,7 +105,7 @@ def unobserved_end_text(cause: UnobservedEnd, context: Context) -> list[str]:
             "The job is over, and no process was seen at its end. At the end all ranks were in"
             f" {op_text(cause.call)}. {pace_text(cause.pace)}"
         ),
-        "The boxes do not show whether the job hung there or was only passing through.",
+        "The boxes do not show whether the job hung there or was still progressing.",
     ]
 
 

@@ -25,15 +25,15 @@ def hosts_text(hosts: Mapping[int, str]) -> list[str]:
 
 
 def wait_over_text(now: Verdict) -> str:
-    """That a wait which was printed is over, for stderr."""
-    return f"torchwhere: the wait is over, the job goes on. {now.explanation[0]}"
+    """Say on stderr that a reported wait is over."""
+    return f"torchwhere: the wait is over, and the job continues. {now.explanation[0]}"
 
 
 def pause_text(verdict: Verdict) -> str:
-    """That a long wait is a pause, for stderr."""
+    """Say on stderr that a long wait is a pause."""
     return " ".join(["torchwhere:", *(line.strip() for line in verdict.explanation)])
 
 
 def passed_text(now: Verdict) -> str:
-    """That a wait which was printed is over, for the file of the verdict."""
-    return f"It passed: the job went on. {now.explanation[0]}"
+    """Say in the file of the verdict that a reported wait is over."""
+    return f"The wait is over: the job continued. {now.explanation[0]}"

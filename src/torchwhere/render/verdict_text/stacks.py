@@ -126,7 +126,7 @@ def all_wait_text(cause: AllWait, context: Context) -> list[str]:
             ),
         ]
     return [
-        f"All {count} ranks wait in collectives, and in {len(cause.calls)} different ones.",
+        f"All {count} ranks wait, in {len(cause.calls)} different collectives.",
         *waits,
         (
             "Likely cause: ranks took different code paths, or issued the calls of several groups"
@@ -158,7 +158,7 @@ def no_hang_seen_text(cause: NoHangSeen, context: Context) -> list[str]:
     return [
         f"No hang seen in {job.seconds:.0f} seconds: {ran[0].lower()}{ran[1:]}.",
         *_places_text(context, job, job.ranks),
-        "Whether the steps progress is not known: an endless loop on all ranks looks the same.",
+        "It is not known whether steps progress: an endless loop on all ranks looks the same.",
     ]
 
 
@@ -261,8 +261,8 @@ def _unclear_text(job: ObservedJob, ranks: Sequence[int]) -> list[str]:
     if in_native:
         line = job.positions[in_native[0]].line or "an unknown line"
         lines.append(
-            f"  {ranks_phrase(in_native)}: in native code at {line}; whether in a collective is not"
-            " known"
+            f"  {ranks_phrase(in_native)}: in native code at {line}; it is not known whether this"
+            " is a collective"
         )
     if without_stack:
         lines.append(f"  {ranks_phrase(without_stack)}: no stack, see below")
@@ -295,8 +295,8 @@ def unknown_text(job: ObservedJob) -> list[str]:
     if apart_s > max(60.0, job.seconds):
         hosts = len({observation.host for observation in job.ranks.values()})
         lines.append(
-            f"the {plural(hosts, 'host')} were not looked at together, but up to {apart_s:.0f} s"
-            " apart: ranks may have moved in between"
+            f"torchwhere looked at the {plural(hosts, 'host')} at different times, up to"
+            f" {apart_s:.0f} s apart: ranks may have moved in between"
         )
     return lines
 
@@ -321,7 +321,7 @@ def old_dumps_text(paths: Sequence[Path]) -> list[str]:
         return []
     return [
         (
-            f"{plural(len(paths), 'dump')} of the flight recorder in {paths[0].parent} from before"
-            " the first look: read them with torchwhere doctor --flight-recorder"
+            f"{plural(len(paths), 'dump')} of the flight recorder in {paths[0].parent}, older than"
+            " the first look: read with torchwhere doctor --flight-recorder"
         )
     ]

@@ -44,18 +44,18 @@ def overdue_text(pause: Pause | None, context: Context) -> list[str]:
 def _paused_text(cause: Standstill) -> str:
     kind = cause.pause.kind
     title = "Starting" if kind is PauseKind.STARTING else f"Paused: {kind}"
-    limit = f"called a hang after {cause.pause.limit_s:g} s"
+    limit = f"; this is called a hang after {cause.pause.limit_s:g} s"
     if cause.last is None:
-        limit = "and no rank waits for another"
-    return f"{title}. No progress for {cause.still_s:.1f} s, {limit}. {pace_text(cause.pace)}"
+        limit = ", and no rank waits for another"
+    return f"{title}. No progress for {cause.still_s:.1f} s{limit}. {pace_text(cause.pace)}"
 
 
 def _not_yet_text(cause: Standstill, stall_s: float) -> str:
     pause = cause.pause
-    limit = f"that is a wait of {stall_s:g} s (--stall)"
+    limit = f"the limit is {stall_s:g} s (--stall)"
     if pause.earlier_s and pause.limit_s > stall_s:
         limit = (
-            f"ranks have waited here for {pause.earlier_s:.0f} s before, so that is a wait of"
+            f"ranks have waited here for {pause.earlier_s:.0f} s before, so the limit is"
             f" {pause.limit_s:.0f} s"
         )
     return (

@@ -3,7 +3,7 @@
 /* A part of a step: its key, its label, and what it means. They add up to the step. */
 const DEVICE_PARTS = [
   ["compute", "compute, idle", "no collective was in flight"],
-  ["hidden", "hidden", "a collective was in flight that is asynchronous or has its own stream, and the job went on"],
+  ["hidden", "hidden", "a collective that is asynchronous or has its own stream was in flight, and the job continued"],
   ["unclear", "unclear", "such a collective was in flight; whether the job computed or waited for it is not known"],
   ["exposed", "exposed", "a collective blocked the stream of the job"],
 ];
