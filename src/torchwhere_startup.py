@@ -27,7 +27,7 @@ def rank_variables() -> str:
 
 
 def mark_children() -> None:
-    """Tell the processes that this one starts which rank they inherit from it."""
+    """Record in the environment which rank the processes that this one starts inherit from it."""
     variables = rank_variables()
     if variables:
         os.environ[OF_PARENT] = variables

@@ -44,7 +44,7 @@ def test_a_short_standstill_is_not_called_progress(two_ranks: Pool, tmp_path: Pa
     title, still, wait = text.splitlines()[:3]
     assert title.startswith("NOT YET A HANG  2 ranks, step 9, no progress for ")
     assert still.startswith(f"No progress for {stalled_s:.1f} s, not yet called a hang: the limit")
-    assert "a wait of 30 s (--stall). Last step 9, " in still
+    assert " is 30 s (--stall). Last step 9, " in still
     assert wait.startswith("Rank 0 has waited for rank 1 for ")
     assert wait.endswith(" s, in all_reduce of float32 [4]. A normal pause looks the same.")
 

@@ -95,7 +95,7 @@ class on_module:  # noqa: N801 - called like a function: `with on_module(enter=.
             watch.listen(self)
 
     def remove(self) -> None:
-        """Remove the callbacks. Modules that were entered get no exit callback any more.
+        """Remove the callbacks. Modules that were entered no longer get an exit callback.
 
         It can be called twice, and inside a callback.
 

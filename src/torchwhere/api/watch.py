@@ -2,7 +2,7 @@
 a context manager and a decorator.
 
 A process has at most one session. A `watch` inside a watch joins the session that is running. Only
-a wrong argument raises: if a watch cannot begin, the job goes on without it.
+a wrong argument raises: if a watch cannot begin, the job continues without it.
 
 Listeners (`on_module`) outlive watches. Without a watch, a session in memory runs for them; a watch
 with an output folder or module events replaces that session.
@@ -56,7 +56,7 @@ def start(
         model: The model whose modules are named. Without it, torchwhere finds the root module at
             the first call of a module.
         out: The folder for the black boxes, one file for each rank. Without it nothing is written,
-            and `where()` works all the same.
+            and `where()` still works.
         module_events: Also record every module call as an event.
         records: The number of events in the ring of each rank; each takes 64 bytes.
 
@@ -232,7 +232,7 @@ class watch:  # noqa: N801 - called like a function: `with watch(model):`
         model: The model whose modules are named. Without it, torchwhere finds the root module at
             the first call of a module.
         out: The folder for the black boxes, one file for each rank. Without it nothing is written,
-            and `where()` works all the same.
+            and `where()` still works.
         module_events: Also record every module call as an event.
         records: The number of events in the ring of each rank; each takes 64 bytes.
 

@@ -1,9 +1,9 @@
 """Measures the parts of each step on the thread that trains: data, forward, backward and others.
 
 The clock is always in exactly one part, so the parts of a step add up to its time. Three things
-decide the part, the first one first: a part that was begun explicitly, an outermost module call
-that only evaluates, and the pass of the thread. At the end of a step the clock writes one record
-(`step_times.py` reads it).
+decide the part, in this order of priority: a part that was begun explicitly, an outermost module
+call that only evaluates, and the pass of the thread. At the end of a step the clock writes one
+record (`step_times.py` reads it).
 
 Only one thread is timed: the one that ended the last step, and the main thread before that. Native
 boxes have the same methods (`native/step_clock.h`).

@@ -1,4 +1,4 @@
-"""What the subcommands share: arguments, reading the run, printing the result, error messages."""
+"""Code that the subcommands share: arguments, reading the run, printing results, error messages."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def print_result(
 
 
 def print_json(values: Iterable[Any]) -> None:
-    """Print one JSON object a line. NaN and infinities, which JSON lacks, become strings."""
+    """Print a JSON object on one line. NaN and infinities, which JSON lacks, become strings."""
     for value in values:
         print(json_text(value))
 

@@ -1,4 +1,4 @@
-"""`torchwhere attach`: why a running job hangs that was not started with torchwhere."""
+"""`torchwhere attach`: why a running job that was not started with torchwhere hangs."""
 
 from __future__ import annotations
 

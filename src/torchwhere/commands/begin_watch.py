@@ -81,9 +81,9 @@ def _start_monitor(out: str, options: Sequence[str]) -> None:
 def _name_of_monitor(out: str) -> str:
     """The name of a socket without a file that ranks of one host and one job share.
 
-    Their launcher has started all of them. Under torchrun each attempt has a monitor of its own,
-    which its local rank 0 starts: the name has its process id, because the agents of torchrun do
-    not all count a restart.
+    Their launcher has started all of them. Under torchrun each attempt has its own monitor, which
+    its local rank 0 starts: the name has its process id, because not all agents of torchrun count a
+    restart.
     """
     from torchwhere.processes.launcher import pid_namespace
 

@@ -1,4 +1,4 @@
-"""`torchwhere report`: one HTML page with everything that the boxes of a run tell."""
+"""`torchwhere report`: one HTML page with everything that the boxes of a run show."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The place of a device: how far the accelerator of a rank has come, beside the place of its CPU.
+"""The place of a device: the last point that the accelerator of a rank has reached, and its CPU.
 
-On a GPU the CPU issues work and goes on, so the two places differ. This file does not import torch.
+On a GPU the CPU issues work and continues, so the two places differ. This file does not import
+torch.
 """
 
 from __future__ import annotations

@@ -6,18 +6,18 @@
 less than a healthy job that was ended. All commands share the value, so that they agree on the same
 job.
 
-A monitor with `--end-with` has a higher default, `END_STALL_S`: a wrong verdict that only prints
-costs a look, one that ends the job costs the work since the last checkpoint.
+A monitor with `--end-with` has a higher default, `END_STALL_S`. A wrong verdict that is only
+printed costs little; one that ends the job costs the work since the last checkpoint.
 
 A wait may last longer than `--stall` in two cases (`wait_limit_s`):
 
 - The awaited ranks do work that takes long in a healthy job too: they save, load, compile, evaluate
   or start. Such a wait is a pause, up to `PAUSE_STALLS` times `--stall`. With `END_STALL_S` that is
-  600 s: then NCCL's own default timeout ends the job.
+  600 s, after which NCCL's own default timeout would end the job.
 - Ranks have waited as long at the same call site before: up to `AGAIN` times the longest of these
   waits, and at most `MOST_LONGER_S` longer than it.
 
-A rank that hangs inside a pause is therefore reported too, later than another one.
+So the doctor also reports a rank that hangs inside a pause, but later than other hangs.
 
 Two shorter times are not this default and have their own names. After `no_progress_s`, all commands
 say that a job makes no progress, before any of them calls it a hang. A job that has ended cannot be

@@ -1,4 +1,4 @@
-"""Finds the calls that a hang comes from: those that wait for no other call.
+"""Finds the calls that cause a hang: those that wait for no other call.
 
 A device executes the calls of its rank in the order of issue, as far as they depend on each other.
 So a rank that is in one call has not come to the calls that it issued later, and ranks in those

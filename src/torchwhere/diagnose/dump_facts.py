@@ -87,21 +87,21 @@ class OnlyActiveCalls(DumpFact):
 
 @dataclass(frozen=True, slots=True)
 class WrappedRings(DumpFact):
-    """The rings of so many ranks have wrapped."""
+    """The rings of this number of ranks have wrapped."""
 
     ranks: int
 
 
 @dataclass(frozen=True, slots=True)
 class OtherDumps(DumpFact):
-    """The folder has so many other dumps, older ones or with another prefix."""
+    """The folder has this number of other dumps, which are older or have another prefix."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLost(DumpFact):
-    """The rings of these ranks hold nothing of a group any more."""
+    """The rings of these ranks no longer hold calls of a group."""
 
     ranks: Ranks
     group: str

@@ -1,4 +1,4 @@
-"""Finds the ranks that a hang comes from, by what is pending in the dumps of all ranks.
+"""Finds the ranks that cause a hang, from the pending calls in the dumps of all ranks.
 
 On a device a rank does not block where it issues a call. It is in the first call that its device
 has not completed. Evidence counts in this order:

@@ -1,4 +1,4 @@
-"""How far the ranks of a job got, by their dumps: issued, pending and completed calls.
+"""The progress of the ranks of a job, from their dumps: issued, pending and completed calls.
 
 `JobProgress` answers, for a call that is pending on one rank, which of the other ranks have not
 issued it. A group completes its calls in the order of issue, so only its first pending call

@@ -135,7 +135,7 @@ class Phases(Shown, Tabular):
 
     @property
     def watched_ns(self) -> int:
-        """The time from the begin of the first step to the last event, summed over all ranks."""
+        """The time from the start of the first step to the last event, summed over all ranks."""
         return sum(times.total_ns for times in self.steps.values())
 
     def __iter__(self) -> Iterator[PhaseRow]:

@@ -2,8 +2,8 @@
 
 Takes what was seen of each rank for some seconds. Stacks show in which function a rank is, not
 which call of a group it is, nor the members of a group. So a rank is named only if it is clear: it
-is stopped, or it is not in the collective in which the others wait. A job of which all ranks run is
-never called healthy: the finding says that no hang was seen.
+is stopped, or it is not in the collective in which the others wait. If all ranks run, the finding
+says only that no hang was seen, not that the job is healthy.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Better than the original: names have no prefixes of wrappers and survive re-wrapping; `status=none`
 without ZeRO; whole shapes of FSDP1 shards; placements of DTensors; lines of different processes
 never mix; one file for each rank; every node of a graph is visited once; ranks work before
-`init_process_group`. These functions tell more: `torchwhere.names`, `describe`, `print_rank`,
+`init_process_group`. These functions show more: `torchwhere.names`, `describe`, `print_rank`,
 `rank_log`, `backward_graph`.
 """
 

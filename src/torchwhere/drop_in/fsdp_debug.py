@@ -3,7 +3,7 @@
 `_get_sharded_module_tree_with_module_name_to_fqns(model)` returns a text tree with `FULLY SHARDED`
 after every module that is an FSDP unit, and the names of the parameters of each unit. It works for
 FSDP1 and FSDP2 (`fully_shard`); the original finds neither in torch 2.13.
-`torchwhere.layout(model)` tells more.
+`torchwhere.layout(model)` shows more.
 
 `SimpleProfiler` measures seconds per phase. In a watch, each block is a `torchwhere.phase` too: in
 the table of phases and in the box. Two threads may profile the same phase at a time, which the

@@ -26,7 +26,7 @@ _NAMED_BY_CLASS = re.compile(r"<([^<>#]*)(?:#\d+)?>")
 
 
 class ModuleTracker(TrackerHooks):
-    """Tells which modules are running: `parents` has their names and "Global", `is_bw` says
+    """Tracks which modules are running: `parents` has their names and "Global", `is_bw` says
     whether a backward runs.
 
     Example:

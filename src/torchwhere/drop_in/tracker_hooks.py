@@ -1,4 +1,4 @@
-"""Private methods of torch's ModTracker that a subclass calls from module hooks of its own.
+"""Private methods of torch's ModTracker that a subclass calls from its own module hooks.
 
 torch's CommDebugMode is built on such a subclass: it registers the hooks itself and enters and
 leaves names with these methods. Where `drop_in.mod_tracker` takes the place of torch's module, that

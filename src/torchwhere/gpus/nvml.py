@@ -1,8 +1,8 @@
 """Reads the GPUs of this host with NVML, through the package `nvidia-ml-py` (module `pynvml`).
 
 Only a monitor uses it, never the training process. NVML creates no CUDA context and does not wait
-for kernels, but a call may block if a GPU no longer answers: `monitor/gpu_sampler.py` calls it in a
-thread of its own. A query that NVML does not support, or refuses, gives None.
+for kernels, but a call may block if a GPU no longer answers: `monitor/gpu_sampler.py` calls it in
+its own thread. A query that NVML does not support, or refuses, gives None.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Looks once at the GPUs of this host, and at the processes that use them.
 
-NVML may block if a GPU no longer answers, so it runs in a thread that is not waited for. Without
-NVML, or without an answer, there is nothing to say.
+NVML may block if a GPU no longer answers, so it runs in a thread that the caller does not wait for.
+Without NVML, or without an answer, the result is empty.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tells when a backward begins and ends: wraps the one function through which every backward() and
-grad() calls the engine.
+"""Reports when a backward begins and ends: wraps the one function through which every backward()
+and grad() calls the engine.
 
 No hook is on a tensor or a node, with two exceptions. A backward that builds a graph itself
 (`create_graph=True`) makes nodes whose numbers say nothing about modules: while it runs, each node

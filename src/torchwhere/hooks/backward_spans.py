@@ -38,7 +38,7 @@ class Span:
         # its nodes that have not begun, and the spans directly inside it that have not ended
         self.left = 0
         self.is_open = False
-        self.listeners: list[Listener] = []  # called at its begin, not yet at its end
+        self.listeners: list[Listener] = []  # called at its start, not yet at its end
         if above is not None:
             above.left += 1
 

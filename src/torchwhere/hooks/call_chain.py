@@ -1,10 +1,10 @@
 """Finds the chain of module calls around a call, from the outermost to the innermost.
 
 The log of a track says at which number a call began to run, but not inside which call: the hot path
-has no time for that. The order of the log tells it. This file reads the log on request, each
+has no time for that. The order of the log shows it. This file reads the log on request, each
 transition once: about 0.3 us for each new transition.
 
-Limit: the log keeps 65,536 transitions. If a forward has more and no request came meanwhile, the
+Limit: the log keeps 65,536 transitions. If a forward has more without a request in between, the
 calls around the innermost one are unknown. They are left out, never guessed.
 """
 
@@ -56,9 +56,9 @@ class CallChain:
     def __init__(self, track: Track) -> None:
         self._track = track
         self._lock = threading.Lock()
-        # for each transition: the begin of the call that runs after it
+        # for each transition: the start of the call that runs after it
         self._calls = array("q", [_NONE]) * LOG_LENGTH
-        # for each begin of a call: the begin of the call around it
+        # for each start of a call: the start of the call around it
         self._above = array("q", [_NONE]) * LOG_LENGTH
         self._read = 0  # transitions read so far
         # the calls that run after them, outermost first: begin and packed place
@@ -86,7 +86,7 @@ class CallChain:
                 }
 
     def _call_after(self, at: int, packed: int) -> int:
-        """The begin of the call that runs after transition `at`. A transition begins a call, or
+        """The start of the call that runs after transition `at`. A transition begins a call, or
         ends one."""
         stack = self._open
         if self._is_lost:
@@ -113,14 +113,14 @@ class CallChain:
         return at
 
     def call_at(self, position: int) -> int:
-        """The begin of the innermost call that runs after a transition; -1 outside all modules."""
+        """The start of the innermost call that runs after a transition; -1 outside all modules."""
         if position >= self._read:
             self._read_on()
         begin = self._calls[position & LOG_MASK]
         return begin if begin >= self._oldest() else _NONE
 
     def above(self, begin: int) -> int:
-        """The begin of the call around a call; -1 if there is none, or only a backward."""
+        """The start of the call around a call; -1 if there is none, or only a backward."""
         above = self._above[begin & LOG_MASK]
         return (
             above
@@ -129,7 +129,7 @@ class CallChain:
         )
 
     def last_before(self, position: int, module: int) -> int:
-        """The begin of the latest call of a module, at or before a transition. `module` is a packed
+        """The start of the latest call of a module, at or before a transition. `module` is a packed
         place without the call."""
         marks = self._track.marks
         for at in range(position, self._oldest() - 1, -1):
@@ -138,7 +138,7 @@ class CallChain:
         return _NONE
 
     def last(self, module: int) -> int:
-        """The begin of the latest call of a module."""
+        """The start of the latest call of a module."""
         self._read_on()
         begin = self._latest.get(module, _NONE)
         return begin if begin >= self._oldest() else _NONE

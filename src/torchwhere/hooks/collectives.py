@@ -123,8 +123,8 @@ class CollectiveHook:
             self._kernels = None
 
     def remove(self, *, are_others: bool = False) -> None:
-        """Remove the kernels. If other threads go on issuing collectives, the kernels stay and only
-        redispatch calls."""
+        """Remove the kernels. If other threads continue to issue collectives, the kernels stay and
+        only redispatch calls."""
         self.switch_off()
         self._native_all_reduce = None
         if self._kernels is not None:

@@ -1,4 +1,4 @@
-"""Tells when a graph is compiled, and which graph.
+"""Reports when a graph is compiled, and which graph.
 
 Dynamo's own callbacks report compilations; they are registered once the job has imported dynamo.
 The code object of a frame identifies a running graph (`python_stack.py`). A compiled backward has

@@ -1,7 +1,7 @@
 """Uses a context manager as the decorator of any kind of function: plain, coroutine, generator,
 asynchronous generator.
 
-A coroutine is inside the context from its begin to its end. A generator is inside it while it runs,
+A coroutine is inside the context from its start to its end. A generator is inside it while it runs,
 once for every item, and outside while its caller has the item.
 """
 

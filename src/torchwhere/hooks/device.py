@@ -99,7 +99,7 @@ class DeviceHook:
             self._native.device_mark(*mark._replace(t_ns=time.monotonic_ns()), _DONE)
 
     def step(self, place: int, record: int) -> None:
-        """Mark the begin of a step. `record` is the number of its record."""
+        """Mark the start of a step. `record` is the number of its record."""
         self.look_for_context()
         if self.is_on and self._native is not None and self._box.native_box is not None:
             self._native.device_step(self._box.native_box, place, record)

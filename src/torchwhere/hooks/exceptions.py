@@ -3,7 +3,7 @@ event in the box.
 
 The exception propagates unchanged. The innermost module call, or the backward, that it passes
 through adds the note; outer calls see the note and add nothing. An exception that ends another
-thread usually passes through none of them: the main thread goes on, and may wait forever for that
+thread usually passes through none of them: the main thread continues, and may wait forever for that
 thread. `threading.excepthook` records it.
 """
 

@@ -1,4 +1,4 @@
-"""Lets the native extension record the begin and the end of backwards, optimizer steps and
+"""Lets the native extension record the start and the end of backwards, optimizer steps and
 training steps.
 
 The native extension repeats what Python has recorded before. It learns two things here: the frames

@@ -2,7 +2,7 @@
 wait for each other.
 
 They issue no collective, so without this hook a job that hangs there would look healthy. Records
-the begin and the end, with the number of groups created before: ranks are compared by that number.
+the start and the end, with the number of groups created before: ranks are compared by that number.
 A group that only its members wait for (`use_local_synchronization`) says nothing about the other
 ranks, and is left out.
 """

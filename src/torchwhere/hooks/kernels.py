@@ -69,7 +69,7 @@ class Kernels:
         """Remove the kernels, unless another thread calls them: then leave them.
 
         `are_others` says that another thread has issued collectives and is still alive. It then
-        takes 0.1 s from `silence` on to find out whether that thread goes on.
+        takes 0.1 s from `silence` on to find out whether that thread continues.
         """
         self.silence()
         if (are_others or self._may_be_called()) and self._are_called():

@@ -2,7 +2,7 @@
 `forward_lines()`.
 
 While it is active, Python calls back at every new line of the user's own code (`sys.settrace`; it
-does not trace torch and installed packages). The autograd sequence number tells which nodes were
+does not trace torch and installed packages). The autograd sequence number shows which nodes were
 made since the previous line: so the number of a node gives the line, and no op costs anything.
 Compiled code is compiled as usual. It traces only the thread that asked, and leaves a thread alone
 that a debugger or a coverage tool already traces.

@@ -48,7 +48,7 @@ class ModelSearch:
             pending += [child for child in reversed(children) if child is not None]
 
     def next(self, most: int) -> Iterator[nn.Module]:
-        """Visit at most so many further modules. Exhaust the iterator before the next part."""
+        """Visit at most this many further modules. Exhaust the iterator before the next part."""
         for _, module in self._walk.next(most):
             yield self._visited(module)
 

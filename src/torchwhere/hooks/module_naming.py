@@ -24,7 +24,7 @@ from torchwhere.model.module_walk import ModuleWalk, child_name, name_below
 from torchwhere.model.wrappers import innermost, wrapped
 
 # Modules that are searched for older roots and trained parameters:
-_MOST_AT_FIRST = 100  # from its begin, at the first call of a model
+_MOST_AT_FIRST = 100  # from its start, at the first call of a model
 _MOST_FROM_END = 50  # at the same call
 _MOST_LATER = 64  # at a later first call, if the search is not over
 _MOST_IN_GRAPH = 1000  # modules that are searched for a parameter

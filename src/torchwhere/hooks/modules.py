@@ -1,4 +1,4 @@
-"""Tells which module runs: wraps `nn.Module.__call__` during a watch.
+"""Tracks which module runs: wraps `nn.Module.__call__` during a watch.
 
 `module_calls.py` has the wrapper itself, the hot path. This file installs it and does what happens
 rarely: it names a module at its first call, and finds the pass and the call number of a call from

@@ -1,4 +1,4 @@
-"""Tells the clock of the steps when the job loads data, saves or evaluates.
+"""Reports to the step clock when the job loads data, saves or evaluates.
 
 Wraps a few functions of torch and of frameworks: `DataLoader`, `torch.save`, the Trainers of
 transformers and Lightning. Each call costs about a microsecond. All other loading, saving and

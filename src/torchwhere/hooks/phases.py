@@ -4,8 +4,8 @@
 sums by path that are exact whatever the size of the ring. A context variable holds the phase around
 a phase: each thread nests by itself, and coroutines that take turns on one thread work too.
 
-Hot: a phase takes about 4 us in all. Its place is looked up once, at its begin; it ends in the same
-function.
+Hot: a phase takes about 4 us in total. Its place is looked up once, at its start; it ends in the
+same function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells which module call each thread runs, and in which call each autograd node was made.
+"""Tracks which module call each thread runs, and in which call each autograd node was made.
 
 A *packed place* says module, pass and call in one integer (`blackbox/file_format.py`). The track of
 a thread holds the packed place of what runs now (`top`), and a log of transitions: at this autograd

@@ -1,8 +1,8 @@
 """Follows a training loop that uses an `Accelerator`: the first step, checkpoints, metadata.
 
 The user owns the loop, so there is no callback. torchwhere counts the steps of the prepared
-optimizers by itself, and gradient accumulation does not count. What it cannot know is the step at
-which a resumed run begins, and how long a checkpoint takes.
+optimizers by itself, and gradient accumulation does not count. It cannot know at which step a
+resumed run begins, and how long a checkpoint takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def follow_accelerator(accelerator: Accelerator, *, first_step: int = 0) -> Iter
     """Record the checkpoints and the settings of an `Accelerator` during a block.
 
     While the block runs, `save_state`, `save_model` and `load_state` of the accelerator are in the
-    phases `save` and `load`. A note at its begin has the main settings. After it, the accelerator
+    phases `save` and `load`. A note at its start has the main settings. After it, the accelerator
     is as before. Does nothing without a watch.
 
     Args:

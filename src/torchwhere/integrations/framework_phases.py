@@ -1,7 +1,7 @@
 """The phases of a framework: parts of its training loop, and methods of its objects.
 
-A framework reports the begin and the end of a part in different callbacks, and leaves out some
-ends, for example after an error. At most one part is open here: to begin one ends the one before.
+A framework reports the start and the end of a part in different callbacks, and leaves out some
+ends, for example after an error. At most one part is open: beginning a part ends the one before.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
 
     The step in every view of torchwhere is then `trainer.global_step`, also after the Trainer has
     resumed from a checkpoint. The phases are `train`, `evaluate` (validation and test), `predict`
-    and `save`. A note at the begin of the training has the main arguments, and a note at the begin
+    and `save`. A note at the start of the training has the main arguments, and a note at the start
     of each epoch has its number.
 
     The callback does nothing without a watch. Start one with `torchwhere.watch` or with

@@ -1,4 +1,4 @@
-"""Watches the workers of Ray Train: each worker is a process of its own, which Ray starts.
+"""Watches the workers of Ray Train: each worker is a separate process, which Ray starts.
 
 Ray Train calls no callback in a worker, so the training function is wrapped. Ray counts no steps:
 the steps are those of the optimizers.
@@ -25,7 +25,7 @@ def watch_train_loop(
     """Return a training function for Ray Train that watches the worker in which it runs.
 
     `ray.train.report` is in the phase `report`: it saves the checkpoint, and waits for the other
-    workers. A note at the begin has the name of the experiment and the place of the worker.
+    workers. A note at the start has the name of the experiment and the place of the worker.
 
     Args:
         train_loop: The function that each worker runs, with or without a `config`.

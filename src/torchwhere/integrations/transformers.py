@@ -1,6 +1,6 @@
 """A callback for the `Trainer` of Hugging Face transformers: steps, epochs, phases, metadata.
 
-The Trainer has no callback at the begin of an evaluation or a checkpoint. It decides about both at
+The Trainer has no callback at the start of an evaluation or a checkpoint. It decides about both at
 the end of a step or an epoch, so the callback begins the phase there.
 """
 
@@ -29,8 +29,8 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that records the steps, epochs and phases of a `transformers.Trainer`.
 
     The step in every view of torchwhere is then `state.global_step`, also after the Trainer has
-    resumed from a checkpoint. The phases are `train`, `evaluate` and `save`. A note at the begin of
-    the training has the main arguments, and a note at the begin of each epoch has its number.
+    resumed from a checkpoint. The phases are `train`, `evaluate` and `save`. A note at the start of
+    the training has the main arguments, and a note at the start of each epoch has its number.
 
     The callback does nothing without a watch. Start one with `torchwhere.watch` or with
     `torchwhere run`.

@@ -76,7 +76,7 @@ class ModuleWalk:
         return self._start is None and not self._levels
 
     def next(self, most: int) -> Iterator[tuple[str, nn.Module]]:
-        """Visit at most so many further modules. Exhaust the iterator before the next part."""
+        """Visit at most this many further modules. Exhaust the iterator before the next part."""
         if self._start is not None:
             (name, ref), self._start = self._start, None
             root = ref()

@@ -1,8 +1,8 @@
 """Samples the GPUs of this host while a job runs, and writes them to the folder of the run.
 
 Runs in a thread of the monitor process: if a GPU no longer answers, NVML may block, and the monitor
-must go on. The samples then simply end, and their times show it. Starts only if a rank of this host
-uses an NVIDIA GPU.
+must continue. Then there are no further samples, and the time of the last one shows it. Starts only
+if a rank of this host uses an NVIDIA GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The monitor: a separate process on each host that reads the boxes and prints what goes wrong.
+"""The monitor: a separate process on each host that reads the boxes and prints what is wrong.
 
 It never touches the job: it reads files and /proc, so it works while ranks hold the GIL, are
 stopped, or have exited. It often reads the progress counters, a few KB a rank. It reads whole boxes
@@ -114,7 +114,7 @@ class Monitor:
             self._try(self._examine if self.role.gives_verdicts else self._report)
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Print the first failure and go on: a damaged box must not stop the monitor."""
+        """Print the first failure and continue: a damaged box must not stop the monitor."""
         try:
             work()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Connects monitors of several hosts without a shared folder, through a c10d TCPStore of their own.
+"""Connects monitors of several hosts without a shared folder, through their own c10d TCPStore.
 
 The lead has a `LeadServer`: it serves the store, publishes a `LeadState` every second and receives
 snapshots. The other monitors have a `FollowerClient`. They find the server by one key in the job's

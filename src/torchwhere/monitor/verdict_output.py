@@ -68,12 +68,12 @@ class VerdictOutput:
             self._saved = verdict
 
     def retract_wait(self, now: Verdict) -> None:
-        """Take back a printed wait if the job goes on: it is not how the job ended."""
+        """Withdraw a printed wait if the job continues: it is not how the job ended."""
         if self._saved is None or self._saved.kind not in _MAY_PASS:
             return
         if now.kind not in _NOT_WRONG or now.certainty is Certainty.UNKNOWN:
             return
-        if now.stalled_s is not None:  # the job does not go on yet
+        if now.stalled_s is not None:  # the job does not continue yet
             return
         earlier, self._saved = self._saved, None
         self._printed.clear()  # the same may happen again

@@ -1,7 +1,7 @@
 """Compiles the native extension: one call of a C++ compiler, with the headers of torch and Python.
 
 Takes about fifteen seconds. The new library first trains a small model in a separate process. Then
-it gets its final name in one atomic step, so that a job that starts meanwhile finds a complete
+it gets its final name in one atomic step, so that a job that starts in between finds a complete
 library or none. If something is missing, `TorchwhereError` says what.
 """
 
@@ -44,7 +44,7 @@ def build(*, anew: bool = False, timeout_s: float = _TIMEOUT_S) -> tuple[Path, b
     """Build the extension, unless it is built already.
 
     Args:
-        anew: Build it even if it is built already.
+        anew: Build it even if it exists.
         timeout_s: Limit for the compiler, and for the test of the result.
 
     Returns:

@@ -1,6 +1,6 @@
 """Builds the native extension before the first job on a machine: `torchwhere run` calls this.
 
-The build runs before a job and never beside one: a compiler takes a core and 0.9 GB of memory,
+The build runs before a job and never during one: a compiler takes a core and 0.9 GB of memory,
 which a running job needs itself. One process builds for a host, and for all hosts that share a
 cache; the others wait for it. A failed build is recorded, and not repeated automatically. No error
 here reaches the job: it then runs without the extension.

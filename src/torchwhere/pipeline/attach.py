@@ -104,7 +104,7 @@ def with_host_evidence(job: AttachedJob) -> AttachedJob:
 
 
 def copy_dumps(job: AttachedJob, folder: Path) -> None:
-    """Copy the dumps into a folder, so that it can be judged elsewhere."""
+    """Copy the dumps into a folder, so that another machine can diagnose them."""
     with write_errors(folder):
         for rank, path in (job.dumps or {}).items():
             shutil.copy2(path, folder / f"{_DUMP}{rank}")  # with its time

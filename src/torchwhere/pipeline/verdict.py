@@ -1,9 +1,10 @@
-"""Diagnoses a run: reads the boxes, looks at the processes, judges, asks suspects for their stacks,
-judges again, saves.
+"""Diagnoses a run: reads the boxes, looks at the processes and examines the job. If something is
+wrong, asks suspected ranks for their stacks, examines the job again and saves what it saw.
 
-Monitors save process statuses and snapshots in the run's folder. They count where nothing can be
-seen any more: which process was stopped, which one exited first, and what a rank did whose box is
-gone (`snapshots/read.py`). `diagnose_folder` saves the same for a running job that is not healthy.
+Monitors save process statuses and snapshots in the run's folder. The diagnosis uses them for what
+can no longer be seen: which process was stopped, which one exited first, and the calls of a rank
+whose box is gone (`snapshots/read.py`). `diagnose_folder` saves the same for a running job that is
+not healthy.
 """
 
 from __future__ import annotations

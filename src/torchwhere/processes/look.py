@@ -1,9 +1,9 @@
 """Looks at the processes of a run from outside: do they exist, do they run, what are their Python
 stacks.
 
-Reads /proc and requests stacks. If a process is gone, its cgroup tells
-whether the kernel killed it because memory ran out: the kernel's count of such kills has grown
-since the process started, or since the last look.
+Reads /proc and requests stacks. If a process is gone, its cgroup shows whether the kernel killed it
+because memory ran out: the kernel's count of such kills has grown since the process started, or
+since the last look.
 """
 
 from __future__ import annotations

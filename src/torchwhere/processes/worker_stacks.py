@@ -1,4 +1,4 @@
-"""The workers of ranks and their Python stacks: what a rank waits for that waits for its data.
+"""The workers of ranks and their Python stacks, which show why a rank waits for data.
 
 Takes the ranks whose stacks are wanted. A worker that a watched rank has forked, such as a
 DataLoader worker, answers a signal: its fault handler writes into a file in memory, which is read

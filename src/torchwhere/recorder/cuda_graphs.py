@@ -2,7 +2,7 @@
 
 A capture has a begin and an end record. A replay has a record with the place of the CPU. One record
 for each collective of the graph follows, with the place where the collective was captured. Marks on
-the device before and after the replay tell whether the device has reached and finished it. There
+the device before and after the replay show whether the device has reached and finished it. There
 are no marks inside a graph.
 """
 

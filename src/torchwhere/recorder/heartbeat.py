@@ -1,7 +1,7 @@
 """The heartbeat of a watched rank: a thread that writes into the box once a second that the process
 is alive.
 
-After all processes of a job were killed, the heartbeats tell whether the job hung: then the last
+After all processes of a job were killed, the heartbeats show whether the job hung: then the last
 heartbeat is much later than the last recorded event. A process whose main thread waits, in a
 collective or for a lock, still has a heartbeat; a process that is stopped, or holds the GIL in C,
 has none. A stalled rank has time for more: `on_stall`.

@@ -1,7 +1,7 @@
 """The place of the device of this process, from its own box.
 
-It reads words that the native extension has written, and makes no call of the device: it never
-waits, and it works after an error of the device.
+It reads words that the native extension has written, and does not call the device: it never waits,
+and it works after an error of the device.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class Recorder:
         return line, graph
 
     def set_step(self, step: int, *, called_at: LineAndGraph | None = None) -> None:
-        """Record the end of a step and the begin of the next one.
+        """Record the end of a step and the start of the next one.
 
         Both records have one place: reading the stack takes longer than writing both.
         """
@@ -272,7 +272,7 @@ class Recorder:
             self.fast_path.rest(self._check_file_at, not self.step_is_users, containers)
 
     def begin_step(self) -> None:
-        """Record the begin of the first step."""
+        """Record the start of the first step."""
         track = self._here()
         self.box.words[track.cursor + CURSOR_STEP] = self.step
         self.box.clock.start_clock(track.cursor, track.top)

@@ -129,7 +129,7 @@ def verdict_sentence(verdict: Verdict, run: RunNow) -> str:
             if paused is not None:
                 return f"paused: {paused['activity']}, no progress for {still}"
             return f"no progress for {still}, not yet called a hang (see --stall)"
-        # The rest tells how far the job is, which the screen shows anyway.
+        # The rest says how far the job is, which the screen shows anyway.
         sentence = sentence.partition(". ")[0].removesuffix(".")
     return f"{kind}: {sentence}" if sentence else kind
 

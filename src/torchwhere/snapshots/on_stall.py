@@ -1,6 +1,6 @@
 """Lets a stalled rank save a snapshot of the ranks around it, in case one of their boxes is lost.
 
-A job without a monitor has nothing that saves snapshots. But a stalled rank has time: its heartbeat
+In a job without a monitor, no other process saves snapshots. A stalled rank has time: its heartbeat
 thread (`recorder/heartbeat.py`) reads the boxes of its host, looks at their processes, and saves
 `stall-<host>.snapshot` and `stall-<host>.json`. Any rank may do this; one each second is enough.
 """

@@ -2,8 +2,9 @@
 
 A snapshot is two files in the folder of the run, named after the program that saves them and the
 host: `<source>-<host>.snapshot` (`encode.py`) holds the last content of the ranks' boxes, a few KB
-for each rank, and `<source>-<host>.json` the statuses of their processes. A monitor saves them all
-the time, a stalled rank now and then, `doctor` when it finds a problem. `read.py` reads them.
+for each rank, and `<source>-<host>.json` the statuses of their processes. A monitor saves them
+continually, a stalled rank from time to time, `doctor` when it finds a problem. `read.py` reads
+them.
 """
 
 from __future__ import annotations

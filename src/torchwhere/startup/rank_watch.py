@@ -1,4 +1,4 @@
-"""The watch of a process that has become a rank by itself: its begin, its forks and its end."""
+"""The watch of a process that has become a rank by itself: its start, its forks and its end."""
 
 from __future__ import annotations
 

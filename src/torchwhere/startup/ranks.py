@@ -1,4 +1,4 @@
-"""Decides whether this process is a rank: now, or when it makes a process group.
+"""Decides whether this process is a rank: now, or when it creates a process group.
 
 A process is a rank if a launcher has set its rank, or if it calls `init_process_group`. Until then
 it has one wrapper around that function and nothing else: it may be a worker, which should not pay

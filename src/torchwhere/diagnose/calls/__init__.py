@@ -1,6 +1,6 @@
 """Loads the collectives of all ranks into arrays, with ids that all ranks share.
 
-Entry point: `load.load_calls` reads a folder and returns a `RunSummary` and a `JobCalls`.
+Entry point: `job_calls.load_calls` reads a folder and returns a `RunSummary` and a `JobCalls`.
 
     rank0.box  rank1.box  ...          worker process 0          worker process 1
         |          |                   rank0.box ... 63          rank64.box ... 127

@@ -1,9 +1,10 @@
 """Encodes boxes: the collectives of many ranks as a few arrays, everything else as `RankSummary`s.
 
-An `Encoder` takes boxes one after another and gives `CallBatch`es. A batch needs its boxes no more
-and can be pickled: about 10 bytes a collective. A box has its own table ids; the encoder replaces
-them by its local ids (`ids.py`). A batch brings along the meaning of the local ids that are new
-since the batch before. `job_calls.py` translates local ids to ids that all ranks share.
+An `Encoder` takes boxes one after another and gives `CallBatch`es. A batch no longer needs its
+boxes and can be pickled: it takes about 10 bytes per collective. A box has its own table ids; the
+encoder replaces them by its local ids (`ids.py`). A batch also contains the meaning of the local
+ids that are new since the batch before. `job_calls.py` translates local ids to ids that all ranks
+share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a rank arrived at its collectives, and when it went on after them.
+"""When a rank arrived at its collectives, and when it continued after them.
 
 `arrivals` takes a box and gives `Arrivals`: for every stream the numbers of the calls, when each
 was issued, when the same thread recorded its next event, and from which place of the program to
@@ -121,7 +121,7 @@ def as_wall_ns(box: Box, times: npt.NDArray[np.uint64]) -> Times:
 
 
 def next_times_ns(box: Box, times: Times) -> Times:
-    """Returns when the thread of each record went on: its next record, or its cursor."""
+    """Returns when the thread of each record continued: its next record, or its cursor."""
     threads = box.records["thread"]
     follows = _following(threads)
     next_ns = np.where(follows < 0, NEVER, times[follows]) if len(times) else times

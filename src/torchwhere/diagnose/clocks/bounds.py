@@ -8,7 +8,7 @@ the line d_ij passes below or above. At a moment t, all lines that respect all p
 
 Over many pairs these are difference constraints. Their tightest consequence for one clock is a
 shortest path, which Bellman-Ford finds: d_j <= dist(reference, j) with edge weights u_ij from i to
-j and -l_ij from j to i; the lower bound is likewise.
+j and -l_ij from j to i. The lower bound follows in the same way.
 
 Nothing is assumed except that calls wait and that clocks drift evenly. Points are left out to save
 time, and paths are combined moment by moment. Both make the bounds wider, never too narrow.

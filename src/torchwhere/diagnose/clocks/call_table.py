@@ -23,7 +23,7 @@ class ClockCalls:
     """The calls of all ranks that share a clock, in its own wall-clock time.
 
     For each call it has the last arrival of these ranks and the first moment at which one of them
-    went on. With `only`, it has the calls of that one of the ranks.
+    continued. With `only`, it has the calls of that one of the ranks.
     """
 
     def __init__(self, sharing: Sequence[Arrivals], *, only: int | None = None) -> None:
@@ -89,7 +89,7 @@ class CallTable:
     call: Ints
     came: Floats  # when the call was issued
     bound: Floats  # the same if others wait for it; minus infinity for a receiver
-    left: Floats  # when its thread went on; infinity if that says nothing
+    left: Floats  # when its thread continued; infinity if that says nothing
     site: Ints
     stream: Ints
     is_sure: Bools  # whether the backend says that the call waits

@@ -1,7 +1,7 @@
 """Fits all clocks at once: improves lines that were found pair by pair.
 
 Correct clock i by d_i(t) = a_i + b_i t. If rank i was the last to arrive at a call, at C, and rank
-j went on after it at L, then j needed the time
+j continued after it at L, then j needed the time
 
     room  =  (L - d_j(L))  -  (C - d_i(C))  -  s  >=  0
 

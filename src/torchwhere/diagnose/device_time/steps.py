@@ -4,9 +4,9 @@
 each step. Four parts add up to the time of a step:
 
 - *exposed*: a collective blocked the stream of the job, so no kernel of the job ran on it.
-- *hidden*: other collectives were in flight, asynchronous or on a stream of their own, and the
-  stream of the job went on: it reached a later mark before they ended.
-- *unclear*: such a collective was in flight, and it is not known whether the stream went on or
+- *hidden*: other collectives were in flight, asynchronous or on a separate stream, and the
+  stream of the job continued: it reached a later mark before they ended.
+- *unclear*: such a collective was in flight, and it is not known whether the stream continued or
   waited for the collective. A replay of a CUDA graph that contains a collective counts as a whole.
 - *compute*: no collective was in flight. The device computed, copied, or had nothing to do.
 
@@ -44,10 +44,10 @@ class DeviceSteps:
     Attributes:
         steps: The numbers of the steps.
         begin_ns: When the device began each step, on the aligned clock.
-        device_ns: The time from the begin of a step to the begin of the next one.
+        device_ns: The time from the start of a step to the start of the next one.
         compute_ns: The part of it without a collective in flight.
         exposed_ns: The part in which a collective blocked the stream of the job.
-        hidden_ns: The part in which only other collectives were in flight, and the stream went on.
+        hidden_ns: The part in which only other collectives were in flight and the stream continued.
         unclear_ns: The same, but the stream may have waited for them.
         waited_ns: The time in which a collective waited for the device of another rank.
         waited_for: The rank of the device that it waited for longest; NO_RANK without a wait.
@@ -142,7 +142,7 @@ def _begins(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[
 
 
 def _unhidden(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[Times, Times]:
-    """The begin and end of the time in which the stream may have waited for each collective.
+    """The start and end of the time in which the stream may have waited for each collective.
 
     The stream reaches its next mark only after it has waited. So it waited for a collective at most
     from the last mark before the end of the collective until that end. If the end is not recorded,

@@ -1,4 +1,4 @@
-"""Facts about a comparison that a person should know: what it left out, and how ranks go on."""
+"""Facts about a comparison that a person should know: what it left out, and how ranks continue."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from torchwhere.diagnose.doctor.exit_records import is_out_of_memory
 _MOST_RANKS = 4
 _WARM_UP = 2  # the first steps
 _DIP = 0.01  # growth may pause by this share
-_LEAST_GROWTH = 0.1  # of the memory at its begin
-_LEAST_RECENT = 0.1  # of the growth, in the second half of the steps: it goes on
+_LEAST_GROWTH = 0.1  # of the memory at its start
+_LEAST_RECENT = 0.1  # of the growth, in the second half of the steps: it continues
 _LEAST_SAMPLES = 3
 
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"

@@ -1,6 +1,6 @@
 """Finds ranks whose device does not progress, and which of them only wait for another device.
 
-On a GPU the CPU issues work and goes on. A device is stalled if it has not reached what its CPU
+On a GPU the CPU issues work and continues. A device is stalled if it has not reached what its CPU
 issued long ago: a collective, a step or a module. It only waits if the last collective that it
 reached is held up by another rank, whose device has not reached it or whose process cannot run. A
 stalled device that waits for no rank is blocked by itself.

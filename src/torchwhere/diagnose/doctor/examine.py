@@ -56,7 +56,7 @@ def examine(
         run: The run.
         statuses: The observed states of its processes.
         now_ns: The wall clock while the job runs; without it, the newest records are the end.
-        stall_s: A wait of so many seconds is a hang.
+        stall_s: A wait of this many seconds is a hang.
         is_suspicion: Whether this is preliminary, before the suspects were asked for their stacks.
         job_calls: The calls of the boxes, if they have been loaded already.
         align_clocks: Aligns the clocks of the hosts; called only if a rule compares them.

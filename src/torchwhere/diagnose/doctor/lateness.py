@@ -1,5 +1,5 @@
-"""Measures how much time the others lose by each rank: its delay at the collectives of its group,
-round by round.
+"""Measures how much time the others lose because of each rank: its delay at the collectives of its
+group, round by round.
 
 Takes a window by one clock, gives `Lost`. A round is a step or, if no steps are counted, one
 collective. A delay is relative to the median of the group (of two ranks, to the other one), and

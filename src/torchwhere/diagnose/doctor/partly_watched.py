@@ -1,4 +1,4 @@
-"""A job without a known fault, some ranks of which have no data, is not called healthy."""
+"""Finds that a job has no known fault but also no data for some ranks: it is not called healthy."""
 
 from __future__ import annotations
 

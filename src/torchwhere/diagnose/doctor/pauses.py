@@ -1,8 +1,8 @@
 """Recognizes the pauses of a healthy job: ranks do work that takes long, and others wait for them.
 
 Takes the ranks that others wait for. Their stacks show whether they save, load, compile, evaluate
-or start; the box shows whether a rank enters modules meanwhile. `core/stall.py` has the policy: how
-long a pause may last. A rank that hangs inside such work looks like a pause until then.
+or start; the box shows whether a rank still enters modules. `core/stall.py` has the policy: how
+long a pause may last. Until then, a rank that hangs inside such work looks like a pause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Computes the current state of each rank of a running job: progressing, stalled or waiting.
 
-Entry points: `ranks.LiveRanks` for the ranks, `run.RunNow` for the run, `cohorts.cohorts`.
+Entry points: `ranks.LiveRanks` for the ranks, `run.RunNow` for the run, and `run.cohorts` for ranks
+that do the same.
 """

@@ -42,7 +42,7 @@ class RunNow:
 
     @property
     def is_over(self) -> bool:
-        """Whether no rank runs any more."""
+        """Whether all ranks have ended."""
         return bool(self.ranks) and not self.unread and all(_has_ended(rank) for rank in self.ranks)
 
     @property

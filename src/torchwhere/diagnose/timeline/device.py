@@ -119,7 +119,7 @@ def _slices(box: Box, calls: DeviceCalls, is_shown: Bools, end_ns: int) -> Itera
 
 
 def _free_lane(ends: list[int], begin_ns: int, end_ns: int) -> int:
-    """The first lane that is free at the begin of a slice. `ends` has the end of each lane."""
+    """The first lane that is free at the start of a slice. `ends` has the end of each lane."""
     for lane, busy_until in enumerate(ends):
         if busy_until <= begin_ns:
             ends[lane] = end_ns

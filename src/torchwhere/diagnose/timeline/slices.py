@@ -1,4 +1,4 @@
-"""What one rank did, as slices with a begin and an end, and as instants.
+"""What one rank did, as slices with a start and an end, and as instants.
 
 Slices are steps, phases, modules, compilations and collectives. `timeline` takes a box and the
 arrivals of all ranks at its calls, and gives a `Timeline` in aligned time. Slices of one lane are
@@ -73,7 +73,7 @@ class Mark:
     """Properties of a slice, as bits. Not an enum: that is ten times as slow."""
 
     NONE = 0
-    EARLY = 1  # its begin is overwritten
+    EARLY = 1  # its start is overwritten
     UNFINISHED = 2  # it had not ended when the box was read
     ESTIMATED = 4  # its end is estimated
     CUT_BEGIN = 8  # it begins before the wanted window

@@ -1,4 +1,4 @@
-"""The sentences of facts. One module for each `facts.py`: comparisons, layouts, reports, dumps.
+"""The sentences of facts about comparisons, layouts, reports and dumps, one module for each.
 
 Entry point: `fact_text`. Importing the modules registers their sentences.
 """

@@ -26,7 +26,7 @@ def deadlock_text(cause: Deadlock, context: Context) -> list[str]:
 
 
 def blame_text(context: Context, blame: Blame, *, ranks: int) -> list[str]:
-    """The culprits among so many ranks that wait for each other, and why."""
+    """The culprits among `ranks` ranks that wait for each other, and why."""
     if blame.deviations:
         return _deviations_text(context, blame)
     return [_culprits_text(blame, ranks), "Look at: the order of the calls above."]

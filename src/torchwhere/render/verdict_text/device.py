@@ -14,7 +14,7 @@ from torchwhere.diagnose.doctor.rules.device_hang import (
 from torchwhere.render.verdict_text.deadlock import blame_text
 from torchwhere.render.verdict_text.phrases import op_text, place_text
 
-_MOST_RANKS = 4  # that have lines of their own
+_MOST_RANKS = 4  # with their own lines
 
 
 def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:

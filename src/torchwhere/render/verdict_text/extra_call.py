@@ -14,7 +14,7 @@ from torchwhere.render.verdict_text.phrases import (
     place_text,
 )
 
-_MOST_RANKS = 4  # that have a line of their own
+_MOST_RANKS = 4  # with their own line
 
 
 def extra_call_text(cause: ExtraCall, context: Context) -> list[str]:

@@ -9,7 +9,7 @@ from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.render.verdict_text.phrases import all_ranks_text, detail_text, in_place
 
 _INIT = "init_process_group"
-_MOST_RANKS = 4  # that have a line of their own
+_MOST_RANKS = 4  # with their own line
 _ORDER_OF_GROUPS = (
     "All ranks must create all groups in the same order, including groups they are not members of;"
     " or pass use_local_synchronization=True."

@@ -22,7 +22,7 @@ from torchwhere.render.verdict_text.phrases import (
 )
 from torchwhere.render.verdict_text.standstill import overdue_text
 
-_MOST_RANKS = 4  # that have a line of their own
+_MOST_RANKS = 4  # with their own line
 
 
 def missing_ranks_text(cause: MissingRanks, context: Context) -> list[str]:

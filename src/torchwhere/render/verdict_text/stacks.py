@@ -28,7 +28,7 @@ from torchwhere.processes.py_spy import Refusal
 from torchwhere.processes.status import STOPPED
 from torchwhere.render.verdict_text.phrases import all_ranks_text, in_place, rank_detail_text
 
-_MOST_RANKS = 4  # that have a line of their own
+_MOST_RANKS = 4  # with their own line
 _MOST_HELPERS = 4
 _MOST_COHORTS = 8
 _STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel"}

@@ -14,7 +14,7 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
 from torchwhere.render.verdict_text.no_fault import pace_text, place_lines
 from torchwhere.render.verdict_text.phrases import all_ranks_text, in_place, op_text
 
-_MOST_RANKS = 4  # that have a line of their own
+_MOST_RANKS = 4  # with their own line
 
 
 def standstill_text(cause: Standstill, context: Context) -> list[str]:
