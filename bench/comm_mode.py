@@ -78,7 +78,7 @@ def _workloads() -> list[Workload]:
 
 
 def columns() -> list[Column]:
-    """Measure, in turns, the original, the drop-in, and the drop-in with noise level 0."""
+    """Measure the original, the drop-in, and the drop-in with noise level 0, alternating."""
     unwatched = next(contender for contender in CONTENDERS if contender.name == UNWATCHED)
     contenders = (
         Contender(UNWATCHED, unwatched.enter, anew_each_step=True),

@@ -1,7 +1,7 @@
 """The contenders: no watch, torchwhere, and the tools that torch itself has for the same questions.
 
 A tool of torch is imported when it is entered. If a torch version does not have it, its cells in
-the table say so, and the run goes on.
+the table say so, and the run continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PYTHON = "torchwhere, Python only"
 PYTHON_EVENTS = "torchwhere, Python only, module events"
 MOD_TRACKER = "ModTracker"
 COMM_DEBUG = "CommDebugMode"
-COMM_DEBUG_ANEW = "CommDebugMode, anew each step"
+COMM_DEBUG_ANEW = "CommDebugMode, entered again each step"
 
 _LACKING = "this torch has no"  # in a warning about an older torch, which is not a failure
 

@@ -141,8 +141,8 @@ class _Block(nn.Module):
 
 
 def _line_rows() -> list[Row]:
-    """Measure, in turns, a forward of eight blocks with 40 ops: alone, with recorded lines, and in
-    anomaly mode."""
+    """Measure a forward of eight blocks with 40 ops, alternating: alone, with recorded lines, and
+    in anomaly mode."""
     model, x = nn.Sequential(*(_Block() for _ in range(8))), torch.ones(8, 64)
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "forward alone": nullcontext,

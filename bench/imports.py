@@ -1,4 +1,4 @@
-"""Measures how long `import torchwhere` takes: interpreters that import it, in turns with empty
+"""Measures how long `import torchwhere` takes: interpreters that import it alternate with empty
 ones.
 
 A remark says whether it imports torch, and how long a watch takes to begin in a process that has

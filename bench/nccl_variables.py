@@ -1,9 +1,9 @@
 """`python -m bench.nccl_variables [--ranks 4]`: what the variables that `torchwhere run` sets cost.
 
 Times an all_reduce with and without the timing of NCCL, and with and without the flight recorder.
-torch reads the size of the recorder once, so both sizes have processes of their own, which start
-together and measure in turns. It reads the timing for each group: every process has a group of each
-kind and uses them in turns. Four ranks share one GPU as in `tests/nccl_jobs.py`.
+torch reads the size of the recorder once, so each size has its own processes, which start together
+and take turns to measure. It reads the timing for each group: every process has a group of each
+kind and alternates between them. Four ranks share one GPU as in `tests/nccl_jobs.py`.
 """
 
 from __future__ import annotations

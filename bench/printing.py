@@ -2,8 +2,8 @@
 mixed up.
 
 8 processes together print 100,000 numbered lines: with `torchwhere.print_rank`, with DeepSpeed's
-`printflock`, and with plain `print`, in turns. The reader checks that each printed line arrives
-complete and exactly once.
+`printflock`, and with plain `print`, which alternate. The reader checks that each printed line
+arrives complete and exactly once.
 """
 
 from __future__ import annotations

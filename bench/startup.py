@@ -1,8 +1,8 @@
 """`python -m bench.startup [ROUNDS]`: what the start-up hook costs a process without torch.
 
-CPU time of `python -c pass` in a new virtual environment, in turns: without the hook, with the
-installed .pth file, and with `sitecustomize` on the PYTHONPATH. The environment contains nothing
-else, so a start is as short as it can be.
+Measures the CPU time of `python -c pass` in a new virtual environment, alternating: without the
+hook, with the installed .pth file, and with `sitecustomize` on the PYTHONPATH. The environment
+contains nothing else, so a start is as short as it can be.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
         out = {"TORCHWHERE_OUT": "run"}
         contenders = {
             "without the hook": (plain, {}),
-            "without the hook, once more": (plain, {}),
+            "without the hook, a second time": (plain, {}),
             "installed, TORCHWHERE_OUT not set": (hooked, {}),
             "installed, TORCHWHERE_OUT set": (hooked, out),
             "on the PYTHONPATH, TORCHWHERE_OUT set": (plain, path | out),

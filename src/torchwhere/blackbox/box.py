@@ -297,8 +297,8 @@ class Box(Shown):
         return fields | {"collectives": int(row["extra"]) if row["subject"] else None}
 
     def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
-        """The JSON object of a text: the text itself and its fields. A text that was cut is no JSON
-        and is returned as it is."""
+        """The JSON object of a text: the text itself and its fields. A text that was cut is not
+        JSON and is returned as it is."""
         text = self.text(start)
         fields = json_value(text)
         return fields if isinstance(fields, dict) else {TEXT_FIELD[kind]: text}

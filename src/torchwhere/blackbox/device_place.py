@@ -1,7 +1,7 @@
 """Reads the lanes of a device, and its place, from a box: that of this process, one that is polled,
 or a file.
 
-Reads a few hundred bytes by offset, without numpy. It makes no call of the device or its driver.
+Reads a few hundred bytes by offset, without numpy. It calls neither the device nor its driver.
 Like all readers, it never raises on content.
 """
 

@@ -61,8 +61,8 @@ class Shown:
 class Fact(Shown):
     """A fact that an analysis found: data, which `str()` turns into a sentence.
 
-    Each kind of fact is a frozen dataclass in a module `facts.py`; `render/fact_text` writes the
-    sentences.
+    Each kind of fact is a frozen dataclass in a `facts.py` or in `dump_facts.py`;
+    `render/fact_text` writes the sentences.
     """
 
     __slots__ = ()

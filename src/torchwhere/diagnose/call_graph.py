@@ -120,7 +120,7 @@ class CallGraph:
         return reached
 
     def shift(self, rank: int, other: int) -> int:
-        """How many calls fewer of the other rank's group a rank has issued, in the end.
+        """How many calls of the other rank's group a rank has skipped, in the end.
 
         Compares two ranks that are both in the calls of both groups, at the last call of the rank's
         own group that both have issued. 0: the ranks only swapped two calls, or it is unknown.

@@ -329,7 +329,7 @@ class _Converter:
     def _state(self, entry: DumpEntry) -> str:
         """The state of a call, by its last entry.
 
-        The entries of a batch stay "scheduled" for ever: the entry that ends it has the state. A
+        The entries of a batch stay "scheduled" forever: the entry that ends it has the state. A
         dump of active calls lists them without that entry: then the status of the group decides.
         gloo records no states: a call that is not retired is pending.
         """

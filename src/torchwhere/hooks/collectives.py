@@ -136,7 +136,7 @@ class CollectiveHook:
         """Record a collective before it is launched. Returns whether to call `on_launched` after
         that.
 
-        DDP's reducer launches all-reduces from C++: in a backward whose begin was recorded, or on a
+        DDP's reducer launches all-reduces from C++: in a backward whose start was recorded, or on a
         thread of the engine without a Python stack. From the second time on a bucket is known, and
         nothing is read again: the step of a small model waits for this.
         """
@@ -332,8 +332,8 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _is_async(op: Op, args: tuple[Any, ...], api: str | None) -> bool:
-    """Whether the caller does not wait at once. Point-to-point ops have no such argument: the name
-    of the function tells."""
+    """Whether the call is asynchronous. Point-to-point ops have no such argument: the name of the
+    function shows it."""
     if op.is_p2p:
         return api in ("isend", "irecv", "batch_isend_irecv")
     if op.async_at is None:

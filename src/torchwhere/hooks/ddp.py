@@ -51,8 +51,8 @@ class Bucket:
 
 @dataclass(slots=True)
 class BucketProgress:
-    """How many buckets of one DDP instance a backward has reduced. The native extension has a class
-    of its own, and updates it."""
+    """How many buckets of one DDP instance a backward has reduced. The native extension has its own
+    class, and updates it."""
 
     task: int = -1
     next: int = 0

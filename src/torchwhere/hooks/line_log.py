@@ -66,7 +66,7 @@ class LineLog:
 
 
 class LineTracer:
-    """Fills the log of the thread that starts it. An error of its own ends the tracing, never the
+    """Fills the log of the thread that starts it. Its own errors end the tracing, never the
     program."""
 
     def __init__(self, log: LineLog) -> None:

@@ -205,7 +205,7 @@ def _certainty(flags: int) -> Certainty:
 
 
 def is_in_optimizers(count: int = 1) -> bool:
-    """Whether so many steps of optimizers are running on this thread, one inside the other."""
+    """Whether this many optimizer steps are running on this thread, one inside the other."""
     frame = python_stack.caller()
     while frame is not None:
         count -= frame.f_code.co_qualname in _OPTIMIZER_FRAMES

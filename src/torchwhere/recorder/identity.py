@@ -57,7 +57,7 @@ def store() -> str:
 
 
 def _started() -> int | None:
-    """Return when this process began, in ticks of the kernel. Pid and begin together identify a
+    """Return when this process started, in ticks of the kernel. Pid and start together identify a
     process, even if another process gets the pid later."""
     try:
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

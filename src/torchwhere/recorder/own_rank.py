@@ -28,7 +28,7 @@ class OwnRank:
         """Take rank and world size from the arguments of `init_process_group`, or from the
         variables that the script has set by then.
 
-        The function may wait for other ranks for ever, so readers need the rank before it returns.
+        The function may wait for other ranks forever, so readers need the rank before it returns.
         """
         launched = launch()
         rank = launched.rank if rank is None else rank

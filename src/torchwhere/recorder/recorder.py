@@ -309,7 +309,7 @@ class Recorder:
     def device_place(self, cpu: Place) -> DevicePlace:
         """Return where the device of this process is, beside the place of its CPU.
 
-        Makes no call of the device, so it is safe after an error of the device.
+        Does not call the device, so it is safe after an error of the device.
         """
         return own_device_place(self.box, cpu)
 

@@ -160,7 +160,7 @@ def on_job_stream(box: Box, at: Times) -> Bools:
     """Whether the marks of some records are on the stream of the job.
 
     That is the stream on which steps begin, else the default stream, or the only stream that has
-    marks. FSDP issues its collectives on streams of its own, and the job continues beside them.
+    marks. FSDP issues its collectives on its own streams, and the job continues meanwhile.
     """
     if len(device_lanes(box)) == 1:
         return np.ones(len(at), np.bool_)

@@ -57,8 +57,8 @@ class RankClass:
         return min(first + aligned.position[1], len(self.sequence.records))
 
     def may_lack(self, step: int, stream: EventStream) -> bool:
-        """Whether a missing event is no difference: the rank did not get that far, or is not in
-        the group."""
+        """Whether a missing event does not count as a difference: the rank did not get that far, or
+        is not in the group."""
         if not self.sequence.has_ended and step >= self.last_step:
             return True
         return stream.kind is Kind.COLLECTIVE and stream.group not in self.sequence.groups

@@ -106,8 +106,8 @@ class Timing:
         # flight recorder dumps come without processes, and are written when something is wrong
         if not self.is_over or not self.exits.statuses:
             return waited >= patience
-        # A rank without data may have come, and the others continued: given this time, their
-        # stacks would show it.
+        # A rank without data may have arrived, and the others may have continued: after this time,
+        # their stacks would show it.
         least = _TIME_TO_TELL_S if not wait.missing else 0.0
         return waited >= max(patience, least, ENDED_AGAIN * self.paused_s(wait))
 

@@ -28,7 +28,7 @@ class LateIssue:
     def factors(self, first: int) -> Times:
         """For each rank, which part of its delay from a call on counts.
 
-        A rank without a delay there is judged by all calls.
+        For a rank without a delay there, all calls count.
         """
         starts = np.where(self.delays[:, first:].any(axis=1), first, 0).tolist()
         return np.array([self._factor(row, start) for row, start in enumerate(starts)])

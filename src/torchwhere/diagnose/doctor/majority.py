@@ -38,7 +38,7 @@ class _Path:
 
 
 class Majority:
-    """The calls of a sample of ranks, read once. `ranks` are those to be judged."""
+    """The calls of a sample of ranks, read once. `ranks` are those in question."""
 
     def __init__(self, job_calls: JobCalls, roles: Roles, *, ranks: Iterable[int]) -> None:
         complete = [

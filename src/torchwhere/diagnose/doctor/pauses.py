@@ -23,7 +23,7 @@ from torchwhere.diagnose.doctor.stacks import (
 )
 from torchwhere.diagnose.doctor.waits import Wait
 
-MOST_ASKED = 16  # ranks whose stacks the doctor gets; they stand for all
+MOST_ASKED = 16  # ranks whose stacks the doctor gets; they represent all
 _MOVED_S = 5.0  # a rank that entered or left a module in this time is at work
 _MOVED_SHARE = 0.5  # of `stall_s` and of the wait, if one of them is less
 
@@ -51,7 +51,7 @@ _WORKS = ("R", "D")  # states of a process that computes, or waits for a disk
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A wait for ranks that may come by themselves."""
+    """A wait for ranks that may continue by themselves."""
 
     ranks: tuple[int, ...]  # the awaited ranks
     kinds: tuple[PauseKind | None, ...]  # what the first of them do; None: nothing shows that

@@ -133,7 +133,7 @@ def _reactions_text(finding: Finding, context: Context) -> list[str]:
 
 
 def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
-    """That the job was ended from outside after the fault."""
+    """Say that the job was ended from outside after the fault."""
     if not context.exits.ended_externally or kind in NO_FAULT:
         return []
     if context.exits.was_interrupted:

@@ -316,7 +316,7 @@ def problem_text(problem: str) -> str:
 
 
 def old_dumps_text(paths: Sequence[Path]) -> list[str]:
-    """That dumps are older than the first look, and how to read them."""
+    """Say that dumps are older than the first look, and how to read them."""
     if not paths:
         return []
     return [

@@ -31,7 +31,7 @@ def standstill_text(cause: Standstill, context: Context) -> list[str]:
 
 
 def overdue_text(pause: Pause | None, context: Context) -> list[str]:
-    """That a reported wait has lasted longer than a pause of a healthy job may."""
+    """Say that a reported wait has lasted longer than a pause of a healthy job may."""
     if pause is None or (pause.kind is None and pause.limit_s <= context.timing.stall_s):
         return []
     work = f" for {pause.kind}" if pause.kind is not None else ""
