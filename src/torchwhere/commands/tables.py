@@ -86,5 +86,5 @@ _TABLES = (
     ("comms", "show the collectives that each module causes, as a tree", _comms),
     ("groups", "show the process groups of a run", _groups),
     ("layout", "show how the model is laid out over the ranks, and which ranks differ", _layout),
-    ("phases", "show how much time each phase of a step takes", _phases),
+    ("phases", "show where the time of a step goes: its parts and your own phases", _phases),
 )
