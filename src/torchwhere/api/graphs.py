@@ -34,7 +34,7 @@ def graphs() -> CompiledGraphs:
     a watch, or if they are among the last 64 compilations.
 
     Returns:
-        A table with the id, function, kind, backend and inputs of each graph, and the reason of a
+        A table with the id, function, kind, backend and inputs of each graph, and the reason for a
         recompilation.
 
     Example:

@@ -45,18 +45,18 @@ NAMES = {
         "modules",
         "the original of `nn.Module.__call__`: if no other library has wrapped it, our wrapper does"
         " its work, and its frame looks like one of this function",
-        "each module call costs one frame more, and stacks show a frame of torchwhere",
+        "each module call costs one extra frame, and stacks show a frame of torchwhere",
     ),
     "call": Private(
         "torch.nn.Module._call_impl",
         "modules",
         "the function that it calls for a module that was not compiled in place",
-        "each module call costs one frame more",
+        "each module call costs one extra frame",
     ),
     "node_sequence_nr": Private(
         "torch.autograd.graph.Node._sequence_nr",
         "modules",
-        "the number of a node: it tells which module call made the node",
+        "the number of a node: it shows which module call made the node",
         "places in backward have no module",
     ),
     "group_sequence_nr": Private(
@@ -160,13 +160,13 @@ NAMES = {
         "torch.optim.optimizer.register_optimizer_step_pre_hook",
         "optimizers",
         "hooks for every optimizer's step",
-        "steps are not counted by themselves; call torchwhere.step()",
+        "torchwhere does not count steps by itself; call torchwhere.step()",
     ),
     "step_post_hook": Private(
         "torch.optim.optimizer.register_optimizer_step_post_hook",
         "optimizers",
         "hooks for every optimizer's step",
-        "steps are not counted by themselves; call torchwhere.step()",
+        "torchwhere does not count steps by itself; call torchwhere.step()",
     ),
     "eval_frame": Private(
         "torch._C._dynamo.eval_frame",
@@ -178,7 +178,7 @@ NAMES = {
     "fake_mode": Private(
         "torch._guards.active_fake_mode",
         "modules",
-        "tells a forward that only infers shapes from a real one: its calls do not count",
+        "distinguishes a forward that only infers shapes from a real one: its calls do not count",
         "call numbers also count forwards under fake tensors",
     ),
     "fake_tensor": Private(
@@ -237,14 +237,14 @@ NAMES = {
     "compile_metrics": Private(
         "torch._dynamo.utils.get_compilation_metrics",
         "compilation",
-        "dynamo's metrics of its last 64 compilations: number of ops, time, reason of a recompile",
+        "dynamo's metrics of its last 64 compilations: number of ops, time, reason for a recompile",
         "graphs() does not know sizes, times and reasons of compilations",
         lazy=True,
     ),
     "metrics_context": Private(
         "torch._dynamo.utils.get_metrics_context",
         "compilation",
-        "dynamo's metrics of the running compilation: the reason of a recompile",
+        "dynamo's metrics of the running compilation: the reason for a recompile",
         "compile_begin events do not say why a function is compiled again",
         lazy=True,
     ),
@@ -270,7 +270,7 @@ NAMES = {
     "original_code": Private(
         "torch._dynamo.utils.orig_code_map",
         "compilation",
-        "maps compiled code to the original code: tells compiled frames from others",
+        "maps compiled code to the original code: distinguishes compiled frames from others",
         "places inside compiled graphs do not name them",
         lazy=True,
     ),

@@ -75,7 +75,7 @@ class CompilationHook:
 
 
 def _facts_at_begin(args: Any) -> dict[str, str]:
-    """Whether dynamo compiles a forward or a backward, and the reason of a recompile."""
+    """Whether dynamo compiles a forward or a backward, and the reason for a recompile."""
     trigger = getattr(getattr(args, "callback_trigger", None), "name", "")
     facts = {"part": "backward" if trigger == "LAZY_BACKWARD" else "forward"}
     context = _torch.private("metrics_context")

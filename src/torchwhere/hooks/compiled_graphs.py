@@ -1,8 +1,8 @@
 """Reads what dynamo has compiled in this process. It changes nothing and imports nothing.
 
 Live graphs come from dynamo's caches, one entry for each variant of a function. Dynamo's metrics
-have the facts about a compilation (number of ops, reason of a recompile). Dynamo keeps the last 64;
-a watch collects them before they are dropped.
+have the facts about a compilation (number of ops, reason for a recompile). Dynamo keeps the last
+64; a watch collects them before they are dropped.
 """
 
 from __future__ import annotations
