@@ -63,8 +63,8 @@ def begin(
 def without_python(
     script: str, arguments: Sequence[str], *, is_module: bool
 ) -> tuple[str, Sequence[str], bool]:
-    """What this Python runs in `torchwhere run python train.py`: the script or module, which is
-    watched. With further options of Python, or with another Python, nothing changes."""
+    """Drop `python` from `torchwhere run python train.py`, so that the script or module is watched.
+    With further options of Python, or with another Python, nothing changes."""
     program = None if is_module else shutil.which(script)
     if program is None or not arguments or not _is_this_python(program):
         return script, arguments, is_module
