@@ -3,6 +3,7 @@ hosts, dumps and GPUs."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import socket
@@ -11,15 +12,23 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from fake_nvml import FakeNvml
 from test_flight_recorder import four
 from torchwhere.cli import main
 from torchwhere.diagnose.stack_hang import ObservedJob, find_stack_hang
-from torchwhere.diagnose.stack_position import PositionKind, position_of
+from torchwhere.diagnose.stack_position import (
+    MESSAGE,
+    STORE,
+    UNNAMED,
+    PositionKind,
+    position_of,
+)
 from torchwhere.pipeline.attach import (
     AttachedJob,
     copy_dumps,
@@ -44,6 +53,16 @@ BARRIER = (f"{TORCH}/distributed/distributed_c10d.py:4900 in barrier", "/job/tra
 LOCK = ("/usr/lib/python3.11/threading.py:327 in wait", "/job/train.py:12 in main")
 LINE = ("/job/train.py:15 in main",)
 SAVING = (f"{TORCH}/serialization.py:900 in save", "/job/train.py:40 in main")
+OTHER_LOCK = ("/usr/lib/python3.11/threading.py:327 in wait", "/job/train.py:13 in main")
+RECV_WORK = (
+    "gloo::transport::tcp::UnboundBuffer::waitRecv",
+    "c10d::ProcessGroupGloo::RecvWork::wait",
+)
+STORE_WAIT = (
+    "c10d::detail::SocketImpl::waitForInput",
+    "c10d::TCPStore::wait",
+    "pybind11::cpp_function::initialize<{lambda(c10d::Store&)#1}>",
+)
 RECV = (f"{TORCH}/distributed/distributed_c10d.py:2500 in recv", "/job/train.py:50 in main")
 
 
@@ -68,6 +87,13 @@ def rank(
         ),
         **values,
     )
+
+
+def polling(number: int, *, run_s: float = 0.001) -> RankObservation:
+    """A rank that was at one line all the time, and woke up now and then."""
+    observation = rank(number, LOCK)
+    assert observation.main is not None
+    return replace(observation, main=replace(observation.main, has_run=True, run_s=run_s))
 
 
 def job_of(*stacks: tuple[str, ...] | RankObservation) -> ObservedJob:
@@ -115,6 +141,56 @@ def job_of(*stacks: tuple[str, ...] | RankObservation) -> ObservedJob:
             "inferred",
         ),
         (job_of(rank(0, ALL_REDUCE, state=None), ALL_REDUCE), "dead", (0,), "inferred"),
+        (
+            job_of(*(rank(i, ALL_REDUCE, state=None) for i in range(4))),
+            "dead",
+            (),
+            "unknown",
+        ),
+        (
+            job_of(rank(0, LINE, state=None), *(rank(i, LINE, still=False) for i in (1, 2, 3))),
+            "dead",
+            (),
+            "unknown",
+        ),
+        (
+            job_of(ALL_REDUCE, BARRIER, rank(2, LINE, still=False), ALL_REDUCE),
+            "missing",
+            (),
+            "unknown",
+        ),
+        (job_of(ALL_REDUCE, BARRIER, polling(2), ALL_REDUCE), "missing", (2,), "inferred"),
+        (job_of(ALL_REDUCE, BARRIER, polling(2, run_s=0.9), BARRIER), "missing", (), "unknown"),
+        (
+            job_of(ALL_REDUCE, ALL_REDUCE, ALL_REDUCE, rank(3, LINE, still=False)),
+            "missing",
+            (3,),
+            "inferred",
+        ),
+        (
+            job_of(ALL_REDUCE, ALL_REDUCE, LOCK, rank(3, LINE, still=False)),
+            "missing",
+            (),
+            "unknown",
+        ),
+        (
+            job_of(LOCK, OTHER_LOCK, *(rank(i, LINE, native=RECV_WORK) for i in (2, 3))),
+            "missing",
+            (),
+            "unknown",
+        ),
+        (
+            job_of(LOCK, *(rank(i, LINE, native=STORE_WAIT) for i in (1, 2, 3))),
+            "missing",
+            (0,),
+            "inferred",
+        ),
+        (
+            job_of(rank(0, LINE, native=STORE_WAIT), ALL_REDUCE, ALL_REDUCE, ALL_REDUCE),
+            "deadlock",
+            (),
+            "inferred",
+        ),
     ],
     ids=[
         "one rank elsewhere",
@@ -132,6 +208,16 @@ def job_of(*stacks: tuple[str, ...] | RankObservation) -> ObservedJob:
         "all wait for devices",
         "one does not wait for its device",
         "exited",
+        "all exited",
+        "exited, others run",
+        "several collectives, one rank works",
+        "several collectives, one rank waits and polls",
+        "several collectives, one rank works at one line",
+        "one collective, one rank works",
+        "one collective, one rank works and one is blocked",
+        "messages in native code, two ranks elsewhere",
+        "the store, one rank elsewhere",
+        "the store and a collective",
     ],
 )
 def test_verdicts_from_stacks(
@@ -172,6 +258,37 @@ def test_a_native_wait() -> None:
         PositionKind.ELSEWHERE,
         PositionKind.ELSEWHERE,
     ]
+
+
+def test_a_native_wait_has_a_name() -> None:
+    """Native frames tell a wait for a message and for the store from a wait in a collective, and a
+    collective that asks the store is a collective."""
+    first_call = (*STORE_WAIT[:2], "c10d::ProcessGroupNCCL::broadcastUniqueNCCLID")
+    ops = [
+        position_of(rank(0, LINE, native=native)).op
+        for native in (("c10d::Work::wait",), RECV_WORK, STORE_WAIT, first_call)
+    ]
+    assert ops == [UNNAMED, MESSAGE, STORE, UNNAMED]
+
+
+def test_all_ranks_wait_for_messages() -> None:
+    """If all ranks wait in messages at one line, a rank may wait for the wrong one: the text does
+    not say that no rank is missing."""
+    for stack, native in ((RECV, ()), (LINE, RECV_WORK)):
+        job = job_of(*(rank(i, stack, native=native) for i in range(4)))
+        text = verdict_text(diagnose_attached(AttachedJob(job.ranks)))
+        assert "No rank is missing" not in text
+        assert "stacks do not show which ranks wait for which" in text
+
+
+def test_the_names_of_collectives() -> None:
+    """A stack shows each collective of this torch by its name."""
+    for name in distributed_c10d.__all__:
+        function = getattr(distributed_c10d, name)
+        is_function = type(function) is FunctionType
+        if is_function and "async_op" in inspect.signature(function).parameters:
+            stack = (f"{TORCH}/distributed/distributed_c10d.py:9 in {name}", *LINE)
+            assert position_of(rank(0, stack)).op == name
 
 
 def test_a_collective_in_another_thread() -> None:

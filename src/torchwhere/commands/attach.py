@@ -117,10 +117,14 @@ def _look(arguments: argparse.Namespace, processes: list[RankProcess]) -> Attach
 
 
 def _make_folder(out: Path) -> None:
+    import tempfile
+
     from torchwhere.core.atomic_file import write_errors
 
     with write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):  # before the looks, which take half a minute
+            pass
 
 
 def _write(job: AttachedJob, out: Path) -> None:

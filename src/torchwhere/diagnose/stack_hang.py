@@ -16,7 +16,7 @@ from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.finding import Cause, Finding
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 from torchwhere.diagnose.stack_position import (
-    MESSAGES,
+    WAITS_FOR_ONE,
     PositionKind,
     StackPosition,
     position_of,
@@ -108,7 +108,7 @@ class AwaitedRanks(Cause):
 
 @dataclass(frozen=True, slots=True)
 class OpenWait(Cause):
-    """Ranks wait in collectives or for their devices, and it is unknown for which rank."""
+    """Ranks wait for other ranks or for their devices, and it is unknown for which rank."""
 
     job: ObservedJob
     calls: tuple[ObservedCall, ...]
@@ -119,7 +119,7 @@ class OpenWait(Cause):
 
 @dataclass(frozen=True, slots=True)
 class AllWait(Cause):
-    """All ranks of the job wait in collectives."""
+    """All ranks of the job wait for other ranks."""
 
     job: ObservedJob
     calls: tuple[ObservedCall, ...]
@@ -138,6 +138,7 @@ class GoneRanks(Cause):
 
     job: ObservedJob
     ranks: Ranks
+    are_awaited: bool  # others are left, and wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +164,7 @@ def find_stack_hang(job: ObservedJob) -> Finding:
     """Find what the stacks show."""
     gone = job.of_kind(PositionKind.GONE)
     if gone:
-        return Finding(
-            VerdictKind.DEAD, GoneRanks(job, gone), culprits=gone, certainty=Certainty.INFERRED
-        )
+        return _of_gone(job, gone)
     stopped = job.of_kind(PositionKind.STOPPED)
     if stopped:
         return _awaited(job, stopped)
@@ -174,6 +173,18 @@ def find_stack_hang(job: ObservedJob) -> Finding:
     if job.on_device:
         return _of_devices(job)
     return _of_no_wait(job)
+
+
+def _of_gone(job: ObservedJob, gone: Ranks) -> Finding:
+    """Ranks exited. They are named only if others wait: else the job may have finished, or a
+    launcher may have ended all ranks because of one of them."""
+    are_awaited = bool(job.waiting or job.on_device)
+    return Finding(
+        VerdictKind.DEAD,
+        GoneRanks(job, gone, are_awaited),
+        culprits=gone if are_awaited else (),
+        certainty=Certainty.INFERRED if are_awaited else Certainty.UNKNOWN,
+    )
 
 
 def _of_waiting(job: ObservedJob) -> Finding:
@@ -200,12 +211,16 @@ def _is_clear(job: ObservedJob, elsewhere: Ranks) -> bool:
 
     If all waiting ranks are in one collective, it lacks every rank that is elsewhere. If they are
     in several, or in messages, only a single rank, or ranks at one place, can be the reason. A rank
-    that saves or compiles may only be slow.
+    that saves or compiles may only be slow. A rank that works may not be a member of the group: it
+    is named only if it is the only rank that is not in the one collective.
     """
     if any(job.positions[rank].is_long_work for rank in elsewhere):
         return False
     calls = _calls(job)
-    if len(calls) == 1 and calls[0].op not in MESSAGES:
+    is_one_collective = len(calls) == 1 and calls[0].op not in WAITS_FOR_ONE
+    if any(job.positions[rank].is_working for rank in elsewhere):
+        return is_one_collective and len(elsewhere) == 1
+    if is_one_collective:
         return True
     places = {(job.positions[rank].line, job.positions[rank].library_line) for rank in elsewhere}
     return len(elsewhere) == 1 or (len(places) == 1 and not _unclear(job) and job.is_complete)

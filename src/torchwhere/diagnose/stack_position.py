@@ -22,6 +22,8 @@ _COLLECTIVES = frozenset(
         "all_gather_coalesced",
         "all_gather_into_tensor",
         "all_gather_object",
+        "all_gather_single",
+        "all_gather_tensor",
         "all_reduce",
         "all_reduce_coalesced",
         "all_to_all",
@@ -35,10 +37,12 @@ _COLLECTIVES = frozenset(
         "irecv",
         "isend",
         "monitored_barrier",
+        "permute_tensor",
         "recv",
         "recv_object_list",
         "reduce",
         "reduce_scatter",
+        "reduce_scatter_single",
         "reduce_scatter_tensor",
         "scatter",
         "scatter_object_list",
@@ -47,8 +51,21 @@ _COLLECTIVES = frozenset(
         "wait_tensor",
     }
 )
-MESSAGES = frozenset(
-    {"batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list"}
+MESSAGE = "a send or recv"  # which the rank issued before, and now waits for
+STORE = "a wait for the store"
+# Waits for one other rank, not for all ranks of a group.
+WAITS_FOR_ONE = frozenset(
+    {
+        "batch_isend_irecv",
+        "irecv",
+        "isend",
+        "recv",
+        "recv_object_list",
+        "send",
+        "send_object_list",
+        MESSAGE,
+        STORE,
+    }
 )
 GROUP_CREATION = frozenset(
     {
@@ -56,6 +73,7 @@ GROUP_CREATION = frozenset(
         "new_group",
         "new_subgroups",
         "new_subgroups_by_enumeration",
+        "shrink_group",
         "split_group",
     }
 )
@@ -67,7 +85,10 @@ UNNAMED = "a collective"
 _IN_BACKWARD = "a collective of the backward"
 # Functions of torch that wait in C++ for a collective or for the device.
 _NATIVE_WAITS = frozenset({_BACKWARD, "wait", "synchronize", "__call__"})
-_NATIVE_COLLECTIVE = re.compile(r"c10d::|gloo::|\bnccl[A-Z]")
+_NATIVE_WAIT = re.compile(r"c10d::|gloo::|\bnccl[A-Z]")
+_NATIVE_MESSAGE = re.compile(r"::(Send|Recv)Work::")
+_NATIVE_STORE = re.compile(r"^c10d::\w*Store::")
+_NATIVE_GROUP = re.compile(r"^c10d::(ProcessGroup|Work|Reducer)|^gloo::|^nccl[A-Z]")
 _NATIVE_DEVICE = re.compile(
     r"(cuda|hip|cu)(Stream|Event|Device|Ctx)Synchronize|(cuda|hip)Memcpy|\bcuMemcpy"
 )
@@ -76,6 +97,7 @@ _LONG_WORK = re.compile(
     r"/torch/(serialization\.py|distributed/checkpoint/|_dynamo/convert_frame\.py|_inductor/compile_fx"
     r"\.py)|/safetensors/|<frozen importlib"
 )
+_WORKING_SHARE = 0.01  # of the time of the looks; a wait that polls uses less
 _WAITS_FOR_THREAD = re.compile(r"/threading\.py:|/queue\.py:|/concurrent/futures/")
 
 
@@ -103,6 +125,7 @@ class StackPosition:
     thread: str | None = None  # the thread that is in the collective, if it is not the main thread
     is_still: bool = False  # it did not run, or did not get on, during the looks
     is_long_work: bool = False  # it runs, and saves, compiles or imports
+    is_working: bool = False  # its stack changed, or it used a CPU
 
     @property
     def is_waiting(self) -> bool:
@@ -146,6 +169,7 @@ def position_of(observation: RankObservation) -> StackPosition:
         thread=thread.name if thread is not main else None,
         is_still=_is_still(thread, kind, op),
         is_long_work=main.has_run and _is_long_work(main),
+        is_working=_is_working(main, observation.seconds),
     )
 
 
@@ -166,18 +190,29 @@ def collective_in(thread: ThreadStack) -> str | None:
     for frame in reversed(own):  # the outermost is what the user called
         if _DISTRIBUTED in frame.where and _name(frame) in _COLLECTIVES | GROUP_CREATION:
             return _name(frame)
-    if any(map(_NATIVE_COLLECTIVE.search, thread.native)):
-        is_backward = any(_name(frame) == _BACKWARD for frame in own)
-        return _IN_BACKWARD if is_backward else UNNAMED
-    return None
+    if not any(map(_NATIVE_WAIT.search, thread.native)):
+        return None
+    if any(map(_NATIVE_MESSAGE.search, thread.native)):
+        return MESSAGE
+    # A group asks the store too, for example before its first collective.
+    has_group = any(map(_NATIVE_GROUP.search, thread.native))
+    if any(map(_NATIVE_STORE.search, thread.native)) and not has_group:
+        return STORE
+    is_backward = any(_name(frame) == _BACKWARD for frame in own)
+    return _IN_BACKWARD if is_backward else UNNAMED
 
 
 def _is_still(thread: ThreadStack, kind: PositionKind, op: str | None) -> bool:
     """Whether a thread got nowhere. The creation of a group polls a store, and a wait for a device
     spins: there the stack decides."""
-    if op in GROUP_CREATION or kind is PositionKind.DEVICE:
+    if op in GROUP_CREATION or op == STORE or kind is PositionKind.DEVICE:
         return thread.is_same
     return not thread.has_run
+
+
+def _is_working(main: ThreadStack, seconds: float) -> bool:
+    """Whether a thread did more than wake up now and then, as a thread that waits for data does."""
+    return main.has_run and (not main.is_same or main.run_s > _WORKING_SHARE * seconds)
 
 
 def _synchronizes(main: ThreadStack) -> bool:

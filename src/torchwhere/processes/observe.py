@@ -55,6 +55,8 @@ def observe(
         return [_observation(process, looks) for process in processes]
     pause_s, moves = _FIRST_PAUSE_S, False
     while not moves and (left_s := looks[0].at + stall_s - time.monotonic()) > 0:
+        if not any(map(_is_alive, processes)):  # the job is over
+            break
         time.sleep(min(pause_s, left_s))
         looks.append(_look(processes))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

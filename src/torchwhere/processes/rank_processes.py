@@ -227,6 +227,11 @@ class _Host:
             return self.outermost([pid, *below])
         if below:
             return below
+        self._check_single(pid)
+        return [pid]
+
+    def _check_single(self, pid: int) -> None:
+        """Raise `TorchwhereError` if a process without rank variables cannot be a rank."""
         if not proc_files.executable(pid):
             raise TorchwhereError(
                 f"process {pid} ({proc_files.name_of(pid)}) belongs to another user. Run torchwhere"
@@ -237,7 +242,12 @@ class _Host:
                 f"process {pid} ({proc_files.name_of(pid)}) is not a Python process, and it has not"
                 " started a rank. Give the process ids of the ranks, or --all"
             )
-        return [pid]
+        if self.is_like(pid, _LAUNCHER):
+            raise TorchwhereError(
+                f"process {pid} ({proc_files.name_of(pid)}) is a launcher without ranks: they have"
+                " exited, or it has not started them yet. See where it waits with: py-spy dump"
+                f" --pid {pid}"
+            )
 
     def helpers_of(self, pid: int, *, ranks: Sequence[int]) -> tuple[HelperProcess, ...]:
         return tuple(

@@ -20,7 +20,7 @@ from torchwhere.diagnose.stack_hang import (
     OpenWait,
     PartlyBlocked,
 )
-from torchwhere.diagnose.stack_position import PositionKind
+from torchwhere.diagnose.stack_position import WAITS_FOR_ONE, PositionKind
 from torchwhere.gpus.labels import gpu_label
 from torchwhere.gpus.match import gpus_of
 from torchwhere.processes.observation import HelperObservation, RankObservation
@@ -50,6 +50,14 @@ PROBLEMS: dict[str, str] = {
     Refusal.TIMEOUT: "py-spy did not answer in time",
     Refusal.STOPPED: "the process is stopped",
 }
+_PEERS_NOT_KNOWN = (
+    "Likely cause: a rank waits for a rank that does not answer it, or the network. No rank is"
+    " named: stacks do not show which ranks wait for which."
+)
+_EXIT_NOT_KNOWN = (
+    "Whether the job finished or failed, and which rank exited first, is not known: see the output"
+    " of the job and of its launcher."
+)
 _FLIGHT_RECORDER = (
     "What is queued on the devices is not known. The flight recorder shows it: before the next run,"
     " set TORCH_NCCL_DEBUG_INFO_PIPE_FILE and TORCH_NCCL_ENABLE_TIMING=1."
@@ -115,22 +123,26 @@ def open_wait_text(cause: OpenWait, context: Context) -> list[str]:
 def all_wait_text(cause: AllWait, context: Context) -> list[str]:
     count = len(cause.job.ranks)
     waits = _waits_text(context, cause.calls, ())
-    if len(cause.calls) == 1:
-        all_ranks = all_ranks_text(count, single="waits", several="wait")
+    if len(cause.calls) > 1:
         return [
-            f"{all_ranks} in {cause.calls[0].op}, at the same line. No rank is missing from it.",
+            f"All {count} ranks wait for other ranks, in {len(cause.calls)} different calls.",
             *waits,
             (
-                "Likely cause: the network or a device; or ranks are in different calls of the same"
-                " line, which stacks do not show."
+                "Likely cause: ranks took different code paths, or issued the calls of several"
+                " groups in different orders. No rank is named: stacks do not show the order of"
+                " calls."
             ),
         ]
+    op = cause.calls[0].op
+    all_wait = f"{all_ranks_text(count, single='waits', several='wait')} in {op}, at the same line."
+    if op in WAITS_FOR_ONE:
+        return [all_wait, *waits, _PEERS_NOT_KNOWN]
     return [
-        f"All {count} ranks wait, in {len(cause.calls)} different collectives.",
+        f"{all_wait} No rank is missing from it.",
         *waits,
         (
-            "Likely cause: ranks took different code paths, or issued the calls of several groups"
-            " in different orders. No rank is named: stacks do not show the order of calls."
+            "Likely cause: the network or a device; or ranks are in different calls of the same"
+            " line, which stacks do not show."
         ),
     ]
 
@@ -145,11 +157,16 @@ def all_blocked_text(cause: AllBlocked, context: Context) -> list[str]:
 
 
 def gone_ranks_text(cause: GoneRanks, context: Context) -> list[str]:
-    ranks = ranks_phrase(cause.ranks).capitalize()
-    return [
-        f"{ranks} exited while torchwhere looked at the job.",
-        *_places_text(context, cause.job, set(cause.job.ranks).difference(cause.ranks)),
+    left = set(cause.job.ranks).difference(cause.ranks)
+    if not left:
+        exited = all_ranks_text(len(cause.ranks), single="exited", several="exited")
+    else:
+        exited = f"{ranks_phrase(cause.ranks).capitalize()} exited"
+    lines = [
+        f"{exited} while torchwhere looked at the job.",
+        *_places_text(context, cause.job, left),
     ]
+    return lines if cause.are_awaited else [*lines, _EXIT_NOT_KNOWN]
 
 
 def no_hang_seen_text(cause: NoHangSeen, context: Context) -> list[str]:
