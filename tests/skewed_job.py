@@ -35,6 +35,7 @@ class Act:
     peer: int = -1
     is_async: bool = False
     kind: Kind = Kind.STEP_BEGIN
+    line: str = ""
 
 
 def work(ns: float) -> Act:
@@ -45,12 +46,12 @@ def call(group: Sequence[int], op: str = "all_reduce", *, is_async: bool = False
     return Act("call", tuple(group), op, is_async=is_async)
 
 
-def send(peer: int, *, is_async: bool = False) -> Act:
-    return Act("send", peer=peer, is_async=is_async, op="send")
+def send(peer: int, *, is_async: bool = False, line: str = "") -> Act:
+    return Act("send", peer=peer, is_async=is_async, op="send", line=line)
 
 
-def recv(peer: int, *, is_async: bool = False) -> Act:
-    return Act("recv", peer=peer, is_async=is_async, op="recv")
+def recv(peer: int, *, is_async: bool = False, line: str = "") -> Act:
+    return Act("recv", peer=peer, is_async=is_async, op="recv", line=line)
 
 
 def mark(kind: Kind) -> Act:
@@ -207,6 +208,7 @@ class Player:
                 collective = box.intern(EntryType.COLLECTIVE, json.dumps(fields))
             kind = act.kind if act.action == "mark" else Kind.COLLECTIVE
             flags = FLAG_ASYNC * act.is_async
+            line = box.intern(EntryType.LINE, act.line) if act.line else 0
             box.record(
                 kind,
                 t_ns,
@@ -216,7 +218,7 @@ class Player:
                 max(step, 0),
                 0,
                 0,
-                0,
+                line,
                 0,
                 collective,
                 0,

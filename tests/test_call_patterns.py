@@ -284,6 +284,16 @@ def test_fewest_in_a_first_round(tmp_path: Path) -> None:
     )
 
 
+def test_equal_sides_of_several_ranks(tmp_path: Path) -> None:
+    """If half of the ranks use two groups in the other order in a first round, no rank is named."""
+    both = (0, 1, 2, 3), (3, 2, 1, 0)
+    verdict = judged(
+        [[call(group) for group in (both[::-1] if rank > 1 else both)] for rank in range(4)],
+        tmp_path,
+    )
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEADLOCK, ()), verdict.explanation
+
+
 def test_a_long_circle(tmp_path: Path) -> None:
     """A token goes round 100 ranks; the first of them once waits for it before it has sent it."""
 
@@ -294,3 +304,35 @@ def test_a_long_circle(tmp_path: Path) -> None:
     verdict = judged(rounds(100, body, count=10), tmp_path)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEADLOCK, (0,)), verdict.explanation
     assert (len(verdict.facts["circle"]), verdict.certainty) == (16, Certainty.EXACT)
+
+
+def test_a_new_line_is_not_a_skipped_call(tmp_path: Path) -> None:
+    """Ranks that issue the same messages from another line have skipped nothing. If all ranks of a
+    ring begin to receive first, no rank is named."""
+
+    def body(rank: int, turn: int) -> Iterator[Act]:
+        line = "train.py:9" if turn == BROKEN else "train.py:5"
+        acts = [recv((rank - 1) % 4, line=line), send((rank + 1) % 4, line=line)]
+        yield from acts if rank % 2 or turn == BROKEN else acts[::-1]
+
+    verdict = judged(rounds(4, body), tmp_path)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEADLOCK, ()), verdict.explanation
+
+
+def test_a_deadlock_of_others(tmp_path: Path) -> None:
+    """If two ranks block each other, a rank that has not come to a barrier yet, and for which
+    neither of the two waits, is not named."""
+    reduces, last = [call((0, 1))] * ROUNDS, [call(range(4), "barrier")]
+    other = [*reduces[:BROKEN], recv(0), *reduces[BROKEN:]]
+    verdict = judged([[*reduces, *last], [*other, *last], [call((2,))], last], tmp_path)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEADLOCK, (1,)), verdict.explanation
+
+
+def test_a_rank_that_others_of_a_cycle_wait_for(tmp_path: Path) -> None:
+    """If a rank of a cycle also waits for a rank that does not come, that rank is named."""
+    programs = [
+        [*(call((0, 1, 2)) for _ in range(ROUNDS)), *more]
+        for more in ([call((0, 1, 2))], [recv(0)], [])
+    ]
+    verdict = judged(programs, tmp_path)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING, (2,)), verdict.explanation

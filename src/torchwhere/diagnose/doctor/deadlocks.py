@@ -23,7 +23,7 @@ from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
-from torchwhere.diagnose.doctor.call_patterns import Deviation, Patterns
+from torchwhere.diagnose.doctor.call_patterns import Call, Deviation, Patterns
 from torchwhere.diagnose.doctor.majority import Majority
 from torchwhere.diagnose.doctor.waits import Wait
 
@@ -147,8 +147,14 @@ def _signs(job_calls: JobCalls, patterns: Patterns, wait: Wait, other: int) -> I
         if deviation.issued[0] == wait.key and deviation.record > since:
             yield _Sign(deviation, left_out=None)
     for deviation in patterns.of(other).deviations:
-        if any(key == wait.key for key, _ in deviation.due) and deviation.record > others_since:
+        if _left_out(deviation, wait.key) and deviation.record > others_since:
             yield _Sign(deviation, left_out=wait.key)
+
+
+def _left_out(deviation: Deviation, key: StreamKey) -> set[Call]:
+    """The calls of a stream that a rank should have issued and did not. One that it issued at
+    another line is not left out."""
+    return {call for call in deviation.due if call[0] == key} - {deviation.issued}
 
 
 def _is_shared(job_calls: JobCalls, patterns: Patterns, sign: _Sign) -> bool:
@@ -161,11 +167,11 @@ def _is_shared(job_calls: JobCalls, patterns: Patterns, sign: _Sign) -> bool:
     )
     if went_on or sign.left_out is None:
         return went_on
-    due = {call for call in sign.deviation.due if call[0] == sign.left_out}
+    key, due = sign.left_out, _left_out(sign.deviation, sign.left_out)
     return _most(
         patterns,
-        _others(job_calls, sign.left_out, sign.deviation.rank),
-        lambda deviation: not due.isdisjoint(deviation.due),
+        _others(job_calls, key, sign.deviation.rank),
+        lambda deviation: not due.isdisjoint(_left_out(deviation, key)),
     )
 
 
@@ -266,7 +272,7 @@ def _fewest(job_calls: JobCalls, cycle: list[Wait], waits: Mapping[int, Wait]) -
 
     Only ranks that take part in all of them count: the others have no choice. A message has one
     rank on each side, which proves nothing: both ranks of a cycle of two are named, and no rank of
-    a longer one.
+    a longer one, nor of two sides with several ranks each.
     """
     by_call: dict[tuple[StreamKey, int], list[int]] = {
         (wait.key, wait.number): [] for wait in cycle
@@ -281,7 +287,8 @@ def _fewest(job_calls: JobCalls, cycle: list[Wait], waits: Mapping[int, Wait]) -
         return tuple(
             sorted(rank for ranks in sizes if len(ranks) == len(sizes[0]) for rank in ranks)
         )
-    return tuple(sorted(wait.rank for wait in cycle)) if len(cycle) == 2 else ()
+    is_pair = len(cycle) == 2 and len(sizes[-1]) < 2
+    return tuple(sorted(wait.rank for wait in cycle)) if is_pair else ()
 
 
 def _is_sure(

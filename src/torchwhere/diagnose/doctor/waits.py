@@ -255,6 +255,39 @@ def cycle(by_rank: Mapping[int, Wait]) -> list[Wait]:
     return []
 
 
+def cycle_apart_from(
+    suspects: Collection[int], job_calls: JobCalls, by_rank: Mapping[int, Wait]
+) -> list[Wait]:
+    """A cycle of ranks that are in blocking calls and do not wait for the suspects, not even
+    through other ranks: the suspects did not cause it. Empty if there is none."""
+    waits = cycle(by_rank)
+    are_blocked = all(_is_blocked_in(job_calls.by_rank[wait.rank], wait) for wait in waits)
+    reached = _reached_from(waits, by_rank) if are_blocked else None
+    return waits if reached is not None and reached.isdisjoint(suspects) else []
+
+
+def _is_blocked_in(rank_calls: RankCalls, wait: Wait) -> bool:
+    call = wait.key, wait.number
+    return _current_call(rank_calls) == call and rank_calls.is_async(*call) is False
+
+
+def _reached_from(waits: list[Wait], by_rank: Mapping[int, Wait]) -> frozenset[int] | None:
+    """The ranks that ranks of a cycle wait for, directly or through others; None if one of them has
+    no data."""
+    reached: set[int] = set()
+    seen: set[int] = set()  # tuples of missing ranks, by id
+    left = list(waits)
+    while left:
+        wait = left.pop()
+        if wait.no_data:
+            return None
+        if id(wait.missing) not in seen:
+            seen.add(id(wait.missing))
+            left += [by_rank[rank] for rank in wait.missing if rank in by_rank]
+            reached.update(wait.missing)
+    return frozenset(reached)
+
+
 def _first_in(ranks: tuple[int, ...], waiting: Container[int]) -> int:
     return next((rank for rank in ranks if rank in waiting), -1)
 

@@ -138,11 +138,11 @@ def all_wait_text(cause: AllWait, context: Context) -> list[str]:
     if op in WAITS_FOR_ONE:
         return [all_wait, *waits, _PEERS_NOT_KNOWN]
     return [
-        f"{all_wait} No rank is missing from it.",
+        f"{all_wait} No rank is elsewhere.",
         *waits,
         (
-            "Likely cause: the network or a device; or ranks are in different calls of the same"
-            " line, which stacks do not show."
+            "Likely cause: the network or a device; or ranks are in calls of different steps or"
+            " groups at that line, which stacks do not show."
         ),
     ]
 

@@ -13,7 +13,13 @@ from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
 from torchwhere.diagnose.doctor.pauses import Pause, pause_of
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import VerdictKind
-from torchwhere.diagnose.doctor.waits import Wait, awaited, may_wait_for, waiting_for
+from torchwhere.diagnose.doctor.waits import (
+    Wait,
+    awaited,
+    cycle_apart_from,
+    may_wait_for,
+    waiting_for,
+)
 
 _USUALLY = 2  # times the median delay
 _ASKED = 64  # waiting ranks that are checked for a call that the awaited rank skipped
@@ -53,7 +59,7 @@ def find_missing(context: Context) -> Finding | None:
     ]
     if wait is None or not ranks or not context.timing.is_stalled(wait):
         return None
-    if is_usual_delay(context, wait):
+    if is_usual_delay(context, wait) or _is_deadlock_of_others(context, ranks):
         return None
     pause = None if context.timing.is_over else pause_of(context, ranks, wait)
     if pause is not None and (context.timing.waited_s(wait) or 0.0) < pause.limit_s:
@@ -80,6 +86,17 @@ def is_usual_delay(context: Context, wait: Wait) -> bool:
         return False
     late = straggler(context.job_calls, key=wait.key, align_clocks=context.align_clocks)
     return late is not None and context.timing.recorded_s(wait) <= _USUALLY * late.late_s
+
+
+def _is_deadlock_of_others(context: Context, ranks: list[int]) -> bool:
+    """Whether other ranks block each other in a cycle, to which these ranks do not belong.
+
+    These may still come; the cycle cannot end. A rank that is stopped or has exited does not come.
+    """
+    if not context.exits.held.isdisjoint(ranks):
+        return False
+    waits = cycle_apart_from(ranks, context.job_calls, context.waits)
+    return bool(waits) and context.timing.is_stalled(waits[0])
 
 
 def _suspects(context: Context) -> _Suspects:
