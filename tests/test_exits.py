@@ -436,6 +436,38 @@ def test_ranks_that_catch_sigterm(reason: str, beat_ns: int, first: list[int]) -
     assert found.ended_unfinished
 
 
+@pytest.mark.parametrize("reason", ["exit 1", "exception: SystemExit: 1"])
+@pytest.mark.parametrize(
+    ("seen", "gone_ns", "first", "is_unknown"),
+    [
+        (-9, 90, [2], False),  # seen before the others ended themselves
+        (None, 90, [2], False),  # seen too, but not how it exited
+        (-9, 130, [], True),  # seen too late
+        (None, 0, [], True),  # no monitor
+        (-15, 130, [0, 1, 3], False),  # the launcher ended it
+    ],
+)
+def test_handlers_of_sigterm_may_exit_with_any_code(
+    seen: int | None, gone_ns: int, first: list[int], is_unknown: bool, reason: str
+) -> None:
+    """Ranks that end themselves with one exit code after another rank was killed are not blamed;
+    if the order is not known, no rank is."""
+    others = [rank_of(rank, end=reason, at_ns=100 + rank) for rank in (0, 1, 3)]
+    status = ProcessStatus(alive=False, exit_code=seen, gone_ns=gone_ns or None)
+    found = exits(*others, rank_of(2, at_ns=80), seen={2: status}, now_ns=140)
+    assert found.first([]) == first
+    assert found.may_have_caught_sigterm(found.failed()) is (is_unknown or first == [2])
+
+
+def test_a_single_handler_of_sigterm() -> None:
+    """A single rank with an exit code is blamed, unless a signal is known to have killed another
+    rank at that time."""
+    for code, first in ((None, [0]), (-9, []), (-15, [0]), (3, [0])):
+        status = ProcessStatus(alive=False, exit_code=code, gone_ns=130)
+        found = exits(rank_of(0, end="exit 1", at_ns=100), rank_of(1), seen={1: status}, now_ns=140)
+        assert found.first([]) == first
+
+
 def test_another_exit_code_is_a_failure() -> None:
     """An exit code or an exception that does not name SIGTERM is the rank's own."""
     found = exits(

@@ -23,6 +23,7 @@ WHERE = (
     "outside any collective",
     "first step",
     "SIGTERM is caught",
+    "SIGTERM is caught, exit 1",
 )
 
 JOBS = """
@@ -54,6 +55,10 @@ def exit_143(*_):
     sys.exit(143)
 
 
+def exit_1(*_):
+    sys.exit(1)
+
+
 def is_watched(run):
     return any(text.count('"alive": true') == 4 for text in (path.read_text() for path in run.glob("monitor-*.json")))
 
@@ -62,6 +67,8 @@ def rank_of(where, victim, rank, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank))
     if where == "SIGTERM is caught":
         signal.signal(signal.SIGTERM, exit_143)
+    if where == "SIGTERM is caught, exit 1":
+        signal.signal(signal.SIGTERM, exit_1)
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=300))
     with torchwhere.watch(out=f"{folder}/run"):
@@ -93,7 +100,7 @@ def launch(where, victim, folder):
         os.waitpid(pid, 0)
 
 
-WAITING = ("outside any collective", "SIGTERM is caught")
+WAITING = ("outside any collective", "SIGTERM is caught", "SIGTERM is caught, exit 1")
 for line in sys.stdin:
     victim, folder, where = line.rstrip().split(maxsplit=2)
     launch(where, int(victim), folder)

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from torchwhere.core.errors import FAILED
+from torchwhere.core.events import Event
 from torchwhere.diagnose.doctor.exit_records import (
     SAME_EXIT_NS,
     RankExits,
+    ended_well,
     is_failed_connection,
     is_unexplained_abort,
     named_ranks,
@@ -171,7 +174,40 @@ class Exits(RankExits):
             return Reaction.LOST_PEER
         if self._raised_again(rank):
             return Reaction.RAISED_AGAIN
-        return Reaction.TERMINATED if was_terminated(self.job_calls.by_rank[rank]) else None
+        has_caught = was_terminated(self.job_calls.by_rank[rank]) or self._exited_after_kill(rank)
+        return Reaction.TERMINATED if has_caught else None
+
+    def _exited_after_kill(self, rank: int) -> bool:
+        """Whether a rank ended itself with an exit code after a monitor had seen that another rank
+        was killed: a handler of SIGTERM may end a rank with any code."""
+        end = self.job_calls.by_rank[rank].end
+        return end is not None and _has_exit_code(end) and self._first_kill_ns <= end.t_ns
+
+    @cached_property
+    def _first_kill_ns(self) -> int:
+        """When a monitor saw that a rank was gone which SIGTERM did not end, and which left no exit
+        record."""
+        killed = (self.status(rank) for rank in self.killed() if not self.got_sigterm(rank))
+        return min((status.gone_ns for status in killed if status.gone_ns), default=_NEVER)
+
+    def may_have_caught_sigterm(self, ranks: list[int]) -> bool:
+        """Whether ranks ended themselves with one exit code while another rank may have been
+        killed: a handler of SIGTERM may have ended them because of it.
+
+        One rank alone counts only if a signal is known to have killed the other at that time.
+        """
+        ends = [end for rank in ranks if (end := self.job_calls.by_rank[rank].end) is not None]
+        reasons = {str(end.fields.get("reason")) for end in ends}
+        if len(ends) < len(ranks) or len(reasons) != 1 or not _has_exit_code(ends[0]):
+            return False
+        times = [end.t_ns for end in ends]
+        killed = [self.status(rank) for rank in self.killed() if not self.got_sigterm(rank)]
+        if len(ranks) > 1:
+            return bool(killed) and max(times) - min(times) <= SAME_EXIT_NS
+        return any(
+            (status.exit_code or 0) < 0 and abs((status.gone_ns or 0) - times[0]) <= SAME_EXIT_NS
+            for status in killed
+        )
 
     def reactions(self, *, besides: Collection[int] = ()) -> dict[Reaction, list[int]]:
         """The ranks that failed because of another one, by reaction."""
@@ -213,6 +249,8 @@ class Exits(RankExits):
         """
         failed = self.failed()
         own = [rank for rank in failed if not self.reacted(rank)]
+        if self.may_have_caught_sigterm(own):
+            return []
         if own or no_data:
             return (
                 self._with_device_errors(own)
@@ -284,3 +322,10 @@ class Exits(RankExits):
             return unrecorded if len(unrecorded) < 2 else []
         first = min(alive_ns.values())
         return [rank for rank in unrecorded if alive_ns[rank] - first <= SAME_EXIT_NS]
+
+
+def _has_exit_code(end: Event) -> bool:
+    """Whether a process ended itself with an exit code other than 0: `exit 3`, or a `SystemExit`
+    that left the watch."""
+    is_own = str(end.fields.get("reason")).startswith(("exit ", f"{FAILED}SystemExit"))
+    return is_own and not ended_well(end)

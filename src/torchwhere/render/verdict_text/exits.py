@@ -87,6 +87,15 @@ def unknown_first_exit_text(cause: UnknownFirstExit, context: Context) -> list[s
                 " interfaces."
             ),
         ]
+    if context.exits.may_have_caught_sigterm(list(cause.failed)):
+        return [
+            "The job had not finished. It is unknown which rank exited first.",
+            *_how_text(context),
+            (
+                f"{failed} failed, or a handler of SIGTERM ended them after another rank had been"
+                " killed."
+            ),
+        ]
     lines = [
         (
             f"A process exited, and it is unknown which rank exited first. {failed} failed because"

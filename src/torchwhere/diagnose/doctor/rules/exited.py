@@ -54,6 +54,8 @@ def find_exited(context: Context) -> Finding | None:
     if context.waits or exits.were_killed_together or not failed:
         return None
     first = exits.first(context.incomplete)
+    if not first and exits.may_have_caught_sigterm(failed):
+        return None
     if any(map(exits.timed_out, failed)) and set(first) <= set(context.incomplete):
         return _timed_out(context, first)
     return _exited(context, first, failed)
