@@ -127,7 +127,7 @@ def without_monitor(run: Path, folder: Path) -> Verdict:
     return diagnose_folder(left)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", WHERE[:-1])
 def test_killed_rank_is_named(where: str, runs: dict[str, tuple[int, Path]]) -> None:
     """With what the monitor saw, the killed rank is named, wherever it was, and those that SIGTERM
     ended are not."""
@@ -141,6 +141,15 @@ def test_killed_rank_is_named(where: str, runs: dict[str, tuple[int, Path]]) -> 
     if codes[victim] is not None:  # Linux 6.15, or the monitor came before the launcher
         assert codes[victim] == -signal.SIGKILL
         assert f"Rank {victim} exited: killed by SIGKILL." in verdict.explanation
+
+
+def test_ranks_whose_handler_exits_with_1(runs: dict[str, tuple[int, Path]]) -> None:
+    """No rank is named but the killed one. A monitor that is late, on a busy machine, does not know
+    the order: then none is."""
+    victim, run = runs[WHERE[-1]]
+    verdict = diagnose_folder(run)
+    assert verdict.kind == "dead", verdict.explanation
+    assert set(verdict.culprits) <= {victim}, verdict.explanation
 
 
 @pytest.mark.parametrize("where", WHERE)
