@@ -3,6 +3,7 @@ and a job that is not late has few samples."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,20 @@ def test_the_verdict_names_the_line(
     assert verdict.explanation[-1].startswith(
         f"{place.count} of {place.of} samples of its stack are in {function} ("
     )
+
+
+def train_in_a_thread(folder: str) -> None:
+    trainer = threading.Thread(target=train, args=(folder, "data"), name="Trainer")
+    trainer.start()
+    trainer.join()
+
+
+def test_a_straggler_that_trains_in_a_thread(four_ranks: Pool, tmp_path: Path) -> None:
+    """Samples are those of the thread that trains, which need not be the main thread."""
+    four_ranks.run(train_in_a_thread, str(tmp_path))
+    verdict = diagnose_folder(tmp_path)
+    assert (verdict.kind, verdict.culprits) == ("straggler", (LATE,))
+    assert SampledPlace(**verdict.facts["sampled"]).function == "tokenize"
 
 
 def train_evenly(folder: str) -> float:

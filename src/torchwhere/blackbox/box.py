@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,6 @@ class Cursor:
     t_ns: int
     phase: str | None
     last_record: int
-
-
-def main_cursor(cursors: Sequence[Cursor]) -> Cursor | None:
-    """The cursor of the main thread; without one, that of the thread that moved last."""
-    main = [cursor for cursor in cursors if cursor.place.thread == "MainThread"]
-    return max(main or cursors, key=lambda cursor: cursor.t_ns, default=None)
 
 
 @dataclass(slots=True, repr=False)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Box, main_cursor
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device_place import (
     NO_SECTIONS,
     DeviceLane,
@@ -39,6 +39,7 @@ from torchwhere.blackbox.file_format import (
     unpack_stream,
 )
 from torchwhere.blackbox.replays import NO_ROW, replay_rows
+from torchwhere.blackbox.training_cursor import training_cursor
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, unknown_place
@@ -110,7 +111,7 @@ def device_state(box: Box) -> DeviceState | None:
 
 def device_place(box: Box) -> DevicePlace:
     """Where the device of a rank was, beside its CPU, when its box was read."""
-    cursor = main_cursor(box.cursors())
+    cursor = training_cursor(box, box.cursors())
     cpu = cursor.place if cursor is not None else unknown_place(box.rank)
     source = _source(box)
     if source is None:

@@ -58,20 +58,20 @@ class StepClock:
 
     __slots__ = (
         "_counter",
-        "_cursor",
         "_is_evaluation",
         "_ns",
         "_open_part",
         "_pass_part",
         "_record",
         "_since_ns",
+        "clock_cursor",
         "part",
     )
 
     def __init__(self, record: Callable[..., int], counter: _HasStep) -> None:
         self._record = record
         self._counter = counter
-        self._cursor = 0  # of the thread that is timed; 0: none
+        self.clock_cursor = 0  # of the thread that is timed; 0: none
         self._since_ns = 0
         self._ns = [0] * len(StepPart)  # of the parts of this step, until `_since_ns`
         self._open_part = 0  # a part that was begun explicitly
@@ -85,14 +85,14 @@ class StepClock:
 
     def move_clock(self, cursor: int, place: int, t_ns: int) -> None:
         """A thread is at this packed place from now on."""
-        if cursor == self._cursor:
+        if cursor == self.clock_cursor:
             self._pass_part = _PART_OF_PASS.get(pass_of(place), StepPart.OTHER)
             self._add(t_ns)
 
     def begin_part(self, cursor: int, part: int) -> bool:
         """Begin a part. Returns whether it has begun: inside another such part, and on other
         threads, nothing changes."""
-        begins = cursor == self._cursor and not self._open_part
+        begins = cursor == self.clock_cursor and not self._open_part
         if begins:
             self._open_part = part
             self._add(monotonic_ns())
@@ -105,7 +105,7 @@ class StepClock:
 
     def set_evaluation(self, cursor: int, whether: bool) -> None:
         """Set whether the outermost module call of a thread only evaluates."""
-        if cursor == self._cursor and whether != self._is_evaluation:
+        if cursor == self.clock_cursor and whether != self._is_evaluation:
             self._is_evaluation = whether
             self._add(monotonic_ns())
 
@@ -121,9 +121,9 @@ class StepClock:
         self._restart(cursor, place, now_ns)
 
     def _restart(self, cursor: int, place: int, t_ns: int) -> None:
-        if cursor != self._cursor:
+        if cursor != self.clock_cursor:
             self._open_part, self._is_evaluation = 0, False
-        self._cursor = cursor
+        self.clock_cursor = cursor
         self._pass_part = _PART_OF_PASS.get(pass_of(place), StepPart.OTHER)
         self._ns = [0] * len(StepPart)
         self._since_ns = t_ns

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchwhere.blackbox.box import SIGNATURE_KEYS, Box, main_cursor
+from torchwhere.blackbox.box import SIGNATURE_KEYS, Box
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.string_table import StreamName, ranks_of, stream_ends
+from torchwhere.blackbox.training_cursor import training_cursor
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import shown
@@ -175,7 +176,7 @@ class _Dump:
 
     def _own(self) -> dict[str, Any]:
         """The data that only torchwhere reads back: groups, lost records, the rank's place."""
-        cursor = main_cursor(self.box.cursors())
+        cursor = training_cursor(self.box, self.box.cursors())
         groups = [
             {name: group.get(name) for name in ("name", "desc", "ranks", "backend", "mesh_dim")}
             for group in self.box.groups().values()

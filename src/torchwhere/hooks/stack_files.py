@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
 import time
 from io import FileIO
 from pathlib import Path
@@ -20,7 +19,7 @@ _MOST_FRAMES = 64
 
 
 class StallStackFile:
-    """The stall file of one process: the stack of the main thread of a stalled rank.
+    """The stall file of one process: the stack of the thread that trains, in a stalled rank.
 
     The doctor has it after the process has ended. Each stall overwrites the file, and the end of
     the watch deletes it. After a line with the time it has the format of Python's fault handler.
@@ -31,11 +30,11 @@ class StallStackFile:
         self._path = path
         self._is_over = False
 
-    def write(self) -> None:
-        """Write the stack of the main thread. Any thread may call this."""
-        frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-        lines = [f"{STALL_MARK}{time.time_ns()}"]
-        while frame is not None and len(lines) <= _MOST_FRAMES:
+    def write(self, thread: int) -> None:
+        """Write the stack of the thread with this ident. Any thread may call this."""
+        frame: FrameType | None = sys._current_frames().get(thread)
+        lines = [f"{STALL_MARK}{time.time_ns()}", f"Thread 0x{thread:016x}:"]
+        while frame is not None and len(lines) < _MOST_FRAMES + 2:
             lines.append(
                 f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in'
                 f" {frame.f_code.co_name}"

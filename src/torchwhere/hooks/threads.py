@@ -222,6 +222,7 @@ class Threads:
         self._all: weakref.WeakSet[Track] = weakref.WeakSet()
         self._joined = 0
         self.main: Track | None = None  # the track of the main thread
+        self._idents: dict[int, int] = {}  # of the thread that has a slot, by slot
         self._register = register  # called with every new track
         # reentrant: a signal handler may need the track while its thread gets one
         self._lock = threading.RLock()
@@ -244,12 +245,21 @@ class Threads:
             self._joined += 1
             taken = {other.slot for other in self._all}
             track.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+            self._idents[track.slot] = get_ident()
             self._register(track)
             self._all.add(track)
             if track.name == "MainThread":
                 self.main = track
         self.local.track = track
         return track
+
+    def training(self, cursor: int) -> tuple[Track | None, int]:
+        """The track and the ident of the thread that trains: the one that the step clock times, by
+        its cursor. The main thread if that one has ended."""
+        for track in list(self._all):
+            if track.cursor == cursor:
+                return track, self._idents[track.slot]
+        return self.main, self._main or 0
 
     def _name(self) -> str:
         """The name of the calling thread. `current_thread()` would leave a dummy object behind for

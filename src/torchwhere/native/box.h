@@ -276,6 +276,7 @@ inline PyMethodDef box_methods[] = {
 inline PyMemberDef box_members[] = {
     {const_cast<char*>("step"), T_ULONGLONG, offsetof(Box, step), 0, nullptr},
     {const_cast<char*>("main_cursor"), T_ULONGLONG, offsetof(Box, main_cursor), 0, nullptr},
+    {const_cast<char*>("clock_cursor"), T_ULONGLONG, offsetof(Box, clock.cursor), READONLY, nullptr},
     {const_cast<char*>("part"), T_UBYTE, offsetof(Box, clock.part), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 inline PyType_Slot box_slots[] = {

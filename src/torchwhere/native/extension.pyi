@@ -69,6 +69,7 @@ def memory_end() -> None: ...
 class Box:
     step: int
     main_cursor: int
+    clock_cursor: int
     part: int
     def __new__(cls, region: mmap, ring_at: int, capacity: int, /) -> Self: ...
     def record(

@@ -246,6 +246,7 @@ def _spied(boxes: Mapping[int, BoxOrSummary]) -> dict[int, MainThread]:
 
 
 Stack = tuple[str, ...]  # `file:line in function`, innermost first
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _CRASH = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 # The native extension writes it (`terminate.h`), just before the fault handler writes the stacks.
@@ -270,7 +271,10 @@ def request_stacks(
     while pending and time.monotonic() < deadline:
         time.sleep(0.02)
         for rank, size in list(pending.items()):
-            stack = main_thread_stack(read_text(fault_file(boxes[rank].path), start=size))
+            box = boxes[rank].path
+            stack = training_stack(
+                read_text(fault_file(box), start=size), read_text(stall_file(box))
+            )
             if stack:
                 stacks[rank] = stack
                 del pending[rank]
@@ -347,8 +351,20 @@ def catches(pid: int, number: int) -> bool:
 
 def main_thread_stack(text: str) -> Stack:
     """Stack of the main thread, which the fault handler prints last."""
-    blocks = re.split(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", text, flags=re.MULTILINE)
+    blocks = _THREAD.split(text)
     return without_own_frames(_frames(blocks[-1])) if len(blocks) > 1 else ()
+
+
+def training_stack(text: str, stalled: str) -> Stack:
+    """Stack of the thread that trains, which the stall file of the process names. Stack of the main
+    thread if there is no such file, or if that thread has ended. Empty until the fault handler has
+    printed the main thread: it prints that one last."""
+    main, named = main_thread_stack(text), _THREAD.search(stalled)
+    if not main or named is None:
+        return main
+    _, *parts = _THREAD.split(text)
+    stacks = dict(zip(parts[::2], parts[1::2], strict=True))
+    return without_own_frames(_frames(stacks.get(named[1], ""))) or main
 
 
 def _frames(text: str) -> list[PythonFrame]:

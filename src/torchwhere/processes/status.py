@@ -44,7 +44,8 @@ class ProcessStatus:
     # from /proc: R running, S sleeping, D in the kernel, T stopped; the last one if it is gone
     state: str | None = None
     ended: str | None = None  # how it ended, if known
-    stack: tuple[str, ...] = ()  # `file:line in function`, innermost first, of the main thread
+    # `file:line in function`, innermost first, of the thread that trains
+    stack: tuple[str, ...] = ()
     alive_ns: int | None = None  # wall clock of the last look that found it alive
     gone_ns: int | None = None  # and of the first look that did not
     stack_ns: int | None = None  # wall clock of the stack

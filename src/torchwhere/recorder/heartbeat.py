@@ -8,7 +8,7 @@ has none. A stalled rank has time for more: `on_stall`.
 
 Each heartbeat also says how long the main thread was ready to run but had no CPU. A rank that is
 late for this reason is not to blame. Between heartbeats the thread takes samples of the stack of
-the main thread, as long as events are recorded.
+the thread that trains, as long as events are recorded.
 """
 
 from __future__ import annotations

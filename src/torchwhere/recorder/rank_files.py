@@ -56,10 +56,10 @@ class RankFiles:
             ),
         ]
 
-    def write_stall_stack(self) -> None:
-        """Write the stacks of all threads, for readers of a job that hangs."""
+    def write_stall_stack(self, thread: int) -> None:
+        """Write the stack of the thread with this ident, for readers of a job that hangs."""
         if self._stall_file is not None:
-            self._stall_file.write()
+            self._stall_file.write(thread)
 
     def rename_to(self, rank: int) -> str | None:
         """Name the files after another rank.

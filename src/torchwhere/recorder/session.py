@@ -334,7 +334,8 @@ class Session:
         """
         if self._box.path is None:
             return
-        self._files.write_stall_stack()
+        _, thread = self._threads.training(self._box.clock.clock_cursor)
+        self._files.write_stall_stack(thread)
         if self._stall_snapshot is None or self._stall_snapshot.box != self._box.path:
             # This imports the reader of boxes, which a job that never stalls does not need.
             from torchwhere.snapshots.on_stall import StallSnapshot

@@ -1,5 +1,5 @@
-"""Samples the stack of the main thread: the doctor then names the line where a late rank loses its
-time.
+"""Samples the stack of the thread that trains: the doctor then names the line where a late rank
+loses its time.
 
 The heartbeat thread calls `take` a few times a second (`heartbeat.py`). A rank does not know
 whether it is late: only a comparison of all ranks shows it, later. So every rank takes samples, and
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -36,18 +35,17 @@ def sample_taker(box: BoxWriter, locator: Locator) -> Callable[[], None] | None:
 
 
 class StackSampler:
-    """Writes samples of the main thread into the box."""
+    """Writes samples of the thread that trains into the box."""
 
     def __init__(self, box: BoxWriter, locator: Locator) -> None:
         self._box = box
         self._locator = locator
-        self._main = threading.main_thread().ident or 0
         self._ids: dict[tuple[str, int, str], int] = {}
 
     def take(self) -> None:
         """Write one sample. Any other thread may call this."""
-        track = self._locator.threads.main
-        frame = sys._current_frames().get(self._main)
+        track, thread = self._locator.threads.training(self._box.clock.clock_cursor)
+        frame = sys._current_frames().get(thread)
         if track is None or frame is None:
             return
         users, librarys = self._frames(frame)

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Box, main_cursor
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import DeviceState, device_state, device_times
 from torchwhere.blackbox.step_pace import usual_step_ns
 from torchwhere.blackbox.string_table import Group, json_int, ranks_of
 from torchwhere.blackbox.summary import BoxSummary, summarize
+from torchwhere.blackbox.training_cursor import training_cursor
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Place
@@ -238,7 +239,7 @@ def _state(box: Box) -> dict[str, Any]:
     """Returns the fields of `RankSummary` that say where a rank is, how it ended, and its speed."""
     kinds = np.bincount(box.records["kind"], minlength=256)
     cursors = box.cursors()
-    cursor = main_cursor(cursors)
+    cursor = training_cursor(box, cursors)
     moved_ns = max((cursor.t_ns for cursor in cursors), default=0)
     return {
         "end": _last_of(box, Kind.END)[-1] if kinds[Kind.END] else None,
