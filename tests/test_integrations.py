@@ -20,7 +20,9 @@ import torch.distributed as dist
 import torchwhere
 from rank_pool import Pool
 from test_monitor import launch_ranks
+from test_startup import HOOK
 from torchwhere.core.events import Event
+from torchwhere.pipeline.verdict import diagnose_folder
 from warm_python import WarmPython
 
 RECIPES = Path(__file__).parent.parent / "docs" / "recipes"
@@ -286,6 +288,42 @@ def test_ray_recipe(tmp_path: Path) -> None:
         assert phases(tmp_path / "run", rank=rank) == [("report", 3)]
         (begin,) = notes(tmp_path / "run", "training begins", rank=rank)
         assert (begin["num_workers"], begin["node_rank"]) == (2, 0)
+
+
+FAILS = """
+    if ray.train.get_context().get_world_rank() == 1:
+        raise ValueError("bad batch")
+    ray.train.report"""
+
+
+def test_ray_workers_by_the_variable(tmp_path: Path) -> None:
+    """The job of the recipe, unchanged and with TORCHWHERE_OUT in the runtime environment, leaves a
+    box for each worker: the job is healthy after Ray has killed its workers. If the training
+    function of a worker raises, the doctor names the worker and the exception."""
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'ray[train]'")
+    path = ":".join([str(HOOK), *filter(None, sys.path)])
+    variables = {"PYTHONPATH": path, "TORCHWHERE_OUT": str(tmp_path / "run")}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
+    watched = "from torchwhere.integrations.ray import watch_train_loop\n"
+    unwatched = program("ray-train.md").replace(watched, "")
+    unwatched = unwatched.replace('watch_train_loop(train_loop, out="run/")', "train_loop")
+    assert "torchwhere" not in unwatched
+    try:
+        with in_folder(tmp_path):
+            Path("train.py").write_text(unwatched)
+            runpy.run_path("train.py", run_name="__main__")
+            verdict = diagnose_folder(tmp_path / "run")
+            assert (verdict.kind, sorted(verdict.ranks)) == ("healthy", [0, 1]), verdict
+            for rank in (0, 1):
+                assert steps(tmp_path / "run", rank=rank) == [0, 1, 2, 3]
+            Path("train.py").write_text(unwatched.replace("\n    ray.train.report", FAILS))
+            with pytest.raises(Exception, match="bad batch"):
+                runpy.run_path("train.py", run_name="__main__")
+    finally:
+        ray.shutdown()
+    verdict = diagnose_folder(tmp_path / "run")
+    assert (verdict.kind, verdict.culprits) == ("dead", (1,)), verdict
+    assert "ValueError: bad batch" in str(verdict)
 
 
 # -- a barrier on one rank -------------------------------------------------------------------------

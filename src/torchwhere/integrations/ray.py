@@ -2,6 +2,9 @@
 
 Ray Train calls no callback in a worker, so the training function is wrapped. Ray counts no steps:
 the steps are those of the optimizers.
+
+With `TORCHWHERE_OUT` nothing wraps the training function. Ray kills its workers after the job, so
+no exit handler ends their watches: `end_watch_with_training` lets them end with that function.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import ray
 import ray.train
 
 from torchwhere.api.annotate import note
-from torchwhere.api.watch import watch
+from torchwhere.api.watch import quietly, record_exception, stop_all, watch
+from torchwhere.core.errors import failure
 from torchwhere.integrations.framework_phases import wrap_method
 
 
@@ -60,3 +64,49 @@ def watch_train_loop(
                 restore()
 
     return watched
+
+
+def end_watch_with_training() -> None:
+    """End the watch of this worker when the training function of Ray Train ends.
+
+    A wrapper of the function would be a frame in each traceback of the user, from which Ray removes
+    a fixed number of frames. So this looks at the queue into which Ray puts the outcome. In a Ray
+    without that queue the watch ends with the process, without an exit record.
+    """
+    try:
+        from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
+    except ImportError:
+        return
+    original = ThreadRunner.run
+
+    @functools.wraps(original)
+    def run(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        ThreadRunner.run = original
+        if hasattr(runner, "_exc_queue"):
+            runner._exc_queue = _Outcomes(runner._exc_queue)
+        return original(runner, *args, **kwargs)
+
+    ThreadRunner.run = run
+
+
+class _Outcomes:
+    """The queue that gets None when the training function has returned, else its exception."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, outcome: BaseException | None) -> None:
+        quietly(_end_watch, outcome)
+        self._queue.put(outcome)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+def _end_watch(outcome: BaseException | None) -> None:
+    if outcome is None:
+        stop_all("exit 0")
+        return
+    error = getattr(outcome, "_base_exc", outcome)  # Ray wraps an exception of the user
+    record_exception(error)
+    stop_all(failure(error))

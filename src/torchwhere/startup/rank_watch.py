@@ -21,6 +21,7 @@ def watch_this_rank() -> None:
     if session is None or not session.is_recorded:  # else the script watches itself
         begin_watch(os.environ[OUT], _options())
     _end_with_worker()
+    watch.quietly(_end_with_training)
     watch_forks()
 
 
@@ -51,6 +52,14 @@ def _end_with_worker() -> None:
         from multiprocessing.util import Finalize
 
         Finalize(None, _end_watch, exitpriority=-100)
+
+
+def _end_with_training() -> None:
+    """End the watch of a worker of Ray Train with its training function: Ray kills the worker."""
+    if "ray.train" in sys.modules:
+        from torchwhere.integrations.ray import end_watch_with_training
+
+        end_watch_with_training()
 
 
 def _end_watch() -> None:
