@@ -122,7 +122,9 @@ FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
 FLAG_REPLAYED = 16
 FLAG_ON_DEVICE = 32  # a collective on an accelerator
-FLAG_ASIDE = 128  # a collective while the rank loads data, saves a checkpoint or evaluates
+# of a collective: the rank loaded data, saved a checkpoint or, with both flags, evaluated
+FLAG_LOADS = 64
+FLAG_SAVES = 128
 
 
 class Record(NamedTuple):

@@ -24,6 +24,7 @@ class StepTimes:
 
     steps: Times  # numbers; a step that ran twice is there twice
     end_ns: Times  # by the clock of the records
+    threads: Times  # numbers of the threads that ended the steps
     total_ns: Times
     parts_ns: (
         Times  # a row for each `StepPart`, a column for each step; the rows add up to `total_ns`
@@ -38,6 +39,7 @@ class StepTimes:
         return StepTimes(
             self.steps[since:],
             self.end_ns[since:],
+            self.threads[since:],
             self.total_ns[since:],
             self.parts_ns[:, since:],
         )
@@ -55,7 +57,8 @@ def step_times(box: Box) -> StepTimes:
         parts_ns[part] = np.minimum(rows[name].astype(np.int64) * 1000, left_ns)
         left_ns -= parts_ns[part]
     parts_ns[StepPart.OTHER] = left_ns
-    return StepTimes(rows["step"].astype(np.int64), _signed(rows["t_ns"]), total_ns, parts_ns)
+    steps, threads = rows["step"].astype(np.int64), rows["thread"].astype(np.int64)
+    return StepTimes(steps, _signed(rows["t_ns"]), threads, total_ns, parts_ns)
 
 
 def _signed(times: npt.NDArray[Any]) -> Times:

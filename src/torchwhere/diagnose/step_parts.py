@@ -10,8 +10,9 @@ A wait counts only where it is certain that the CPU waited:
 - A collective that blocks the CPU until all ranks have issued it: until the last rank did.
 - The last asynchronous collective of a backward pass, because DDP ends the pass only after it.
 
-Collectives on a device do not block the CPU (`device_time/` has their waits). Time in which data
-travels is not a wait: it stays in the part of the collective.
+Only waits of the thread that trains count. Collectives on a device do not block the CPU
+(`device_time/` has their waits). Time in which data travels is not a wait: it stays in the part of
+the collective.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import FLAG_ASIDE, FLAG_ASYNC, FLAG_ON_DEVICE
+from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_LOADS, FLAG_ON_DEVICE, FLAG_SAVES
 from torchwhere.blackbox.step_clock import StepPart
 from torchwhere.blackbox.step_times import StepTimes, step_times
 from torchwhere.core.events import Kind
@@ -56,8 +57,12 @@ _OF_PASS = {
     int(Pass.OPTIMIZER): (StepPart.OPTIMIZER, StepPart.OTHER),
 }
 _OUTSIDE = (StepPart.OTHER, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER)
-_ASIDE_IN_FORWARD = (StepPart.EVALUATION, StepPart.DATA, StepPart.CHECKPOINT)
-_ASIDE = (StepPart.CHECKPOINT, StepPart.DATA, StepPart.EVALUATION)
+# The same for a collective that says in its flags what the rank did.
+_OF_FLAGS = {
+    FLAG_LOADS: (StepPart.DATA, StepPart.OTHER),
+    FLAG_SAVES: (StepPart.CHECKPOINT, StepPart.OTHER),
+    FLAG_LOADS | FLAG_SAVES: (StepPart.EVALUATION, StepPart.OTHER),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,7 @@ def _parts(box: Box, own: _RankTimes, clocks: HostClocks, job_arrivals: JobArriv
         rows = box.records[calls.at]
         columns = np.searchsorted(times.end_ns, rows["t_ns"].astype(np.int64))
         is_inside = (waits > 0) & (columns < len(times))
+        is_inside &= _is_of_training(rows, times.threads[np.minimum(columns, len(times) - 1)])
         for index in np.flatnonzero(is_inside).tolist():
             column = columns[index]
             waited_ns[column] += _taken(parts_ns[:, column], int(waits[index]), rows[index])
@@ -180,6 +186,17 @@ def _parts(box: Box, own: _RankTimes, clocks: HostClocks, job_arrivals: JobArriv
         step_ns=tuple(times.total_ns.tolist()),
         parts_ns={name: tuple(by_name[name].tolist()) for name in PART_NAMES},
     )
+
+
+def _is_of_training(
+    rows: npt.NDArray[Any], threads: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Which calls block the thread whose steps are timed. A wait of another thread, for example one
+    that saves a checkpoint in the background, is no part of a step; but a backward may run on
+    threads of the autograd engine."""
+    is_own: npt.NDArray[np.bool_] = rows["thread"] == threads
+    is_own |= np.isin(rows["pass"], (Pass.BACKWARD, Pass.RECOMPUTE))
+    return is_own
 
 
 def _waits_ns(
@@ -236,7 +253,5 @@ def _taken(parts_ns: Times, wait_ns: int, row: Any) -> int:
 
 def _around(row: Any) -> tuple[StepPart, ...]:
     """The parts in which a collective can be, the most likely one first."""
-    pass_ = int(row["pass"])
-    if row["flags"] & FLAG_ASIDE:
-        return _ASIDE_IN_FORWARD if pass_ == Pass.FORWARD else _ASIDE
-    return _OF_PASS.get(pass_, _OUTSIDE)
+    named = _OF_FLAGS.get(int(row["flags"]) & (FLAG_LOADS | FLAG_SAVES))
+    return _OF_PASS.get(int(row["pass"]), _OUTSIDE) if named is None else named

@@ -23,9 +23,10 @@ from torchwhere.blackbox.file_format import (
     CURSOR_LINE,
     CURSOR_RECORD,
     CURSOR_TIME,
-    FLAG_ASIDE,
     FLAG_INFERRED,
+    FLAG_LOADS,
     FLAG_REPLAYED,
+    FLAG_SAVES,
     FLAG_UNKNOWN,
     NO_CALL,
     EntryType,
@@ -50,8 +51,12 @@ Tap = Callable[[int, CollectiveCall], None]  # called with the number of the rec
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _REMEMBERED = 3  # collectives, for the note on an exception
-_ASIDE = (StepPart.DATA, StepPart.CHECKPOINT, StepPart.EVALUATION)
-_PART_FLAGS = tuple(FLAG_ASIDE if part in _ASIDE else 0 for part in StepPart)
+_FLAGS = {
+    StepPart.DATA: FLAG_LOADS,
+    StepPart.CHECKPOINT: FLAG_SAVES,
+    StepPart.EVALUATION: FLAG_LOADS | FLAG_SAVES,
+}
+_PART_FLAGS = tuple(_FLAGS.get(part, 0) for part in StepPart)
 
 
 class CollectiveRecorder:
