@@ -267,16 +267,17 @@ def request_stacks(
     sizes = {rank: _request(box) for rank, box in boxes.items()}
     pending = {rank: size for rank, size in sizes.items() if size is not None}
     stacks: dict[int, Stack] = {}
+    texts: dict[int, str] = {}
     deadline = time.monotonic() + patience_s
     while pending and time.monotonic() < deadline:
         time.sleep(0.02)
         for rank, size in list(pending.items()):
-            box = boxes[rank].path
-            stack = training_stack(
-                read_text(fault_file(box), start=size), read_text(stall_file(box))
-            )
+            box, before = boxes[rank].path, texts.get(rank)
+            texts[rank] = read_text(fault_file(box), start=size)
+            stack = training_stack(texts[rank], read_text(stall_file(box)))
             if stack:
                 stacks[rank] = stack
+            if stack and texts[rank] == before:  # else it still prints: the main thread comes last
                 del pending[rank]
     return stacks
 
