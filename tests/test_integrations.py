@@ -313,16 +313,18 @@ def test_ray_workers_by_the_variable(tmp_path: Path) -> None:
             Path("train.py").write_text(unwatched)
             runpy.run_path("train.py", run_name="__main__")
             verdict = diagnose_folder(tmp_path / "run")
-            assert (verdict.kind, sorted(verdict.ranks)) == ("healthy", [0, 1]), verdict
+            assert (verdict.kind, sorted(verdict.ranks)) == ("healthy", [0, 1]), str(verdict)
             for rank in (0, 1):
                 assert steps(tmp_path / "run", rank=rank) == [0, 1, 2, 3]
             Path("train.py").write_text(unwatched.replace("\n    ray.train.report", FAILS))
-            with pytest.raises(Exception, match="bad batch"):
+            with pytest.raises(Exception, match="Training failed"):
                 runpy.run_path("train.py", run_name="__main__")
     finally:
         ray.shutdown()
     verdict = diagnose_folder(tmp_path / "run")
-    assert (verdict.kind, verdict.culprits) == ("dead", (1,)), verdict
+    # rank 0 waits in `report` for an actor that Ray kills: it may fail too, with ActorDiedError
+    assert verdict.kind == "dead"
+    assert 1 in verdict.culprits, str(verdict)
     assert "ValueError: bad batch" in str(verdict)
 
 
