@@ -80,6 +80,13 @@ def test_killed_before_it_could_say_that_it_ends() -> None:
     assert found.first([]) == [1]
 
 
+def test_a_worker_of_ray_whose_actor_died() -> None:
+    """A worker that fails because Ray has killed the actor that it waits for is not blamed."""
+    died = "ActorDiedError: The actor died unexpectedly before finishing this task."
+    found = exits(rank_of(0, exception=died), rank_of(1, exception="ValueError: bad batch"))
+    assert found.first([]) == [1]
+
+
 def test_who_reacts_is_not_blamed() -> None:
     """Where ranks were hung up on, or crashed in a collective, the one of which nothing is known is
     the first."""

@@ -271,18 +271,29 @@ def test_accelerator_is_restored(tmp_path: Path) -> None:
 # -- Ray Train -------------------------------------------------------------------------------------
 
 
+@contextmanager
+def ray_cluster(**variables: str) -> Iterator[None]:
+    """Ray on this host, with these environment variables in its workers."""
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'ray[train]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
+        except Exception as error:
+            ray.shutdown()
+            pytest.skip(f"Ray does not start here: {error}")
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
 def test_ray_recipe(tmp_path: Path) -> None:
     """The job of the recipe, with two workers of Ray Train, leaves a box for each worker, with its
     steps and its report."""
-    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'ray[train]'")
-    path = ":".join(entry for entry in sys.path if entry)
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
-    try:
-        (tmp_path / "train.py").write_text(program("ray-train.md"))
-        with in_folder(tmp_path):
-            runpy.run_path("train.py", run_name="__main__")
-    finally:
-        ray.shutdown()
+    with ray_cluster(PYTHONPATH=":".join(filter(None, sys.path))), in_folder(tmp_path):
+        Path("train.py").write_text(program("ray-train.md"))
+        runpy.run_path("train.py", run_name="__main__")
     for rank in (0, 1):
         assert steps(tmp_path / "run", rank=rank) == [0, 1, 2, 3]
         assert phases(tmp_path / "run", rank=rank) == [("report", 3)]
@@ -300,31 +311,25 @@ def test_ray_workers_by_the_variable(tmp_path: Path) -> None:
     """The job of the recipe, unchanged and with TORCHWHERE_OUT in the runtime environment, leaves a
     box for each worker: the job is healthy after Ray has killed its workers. If the training
     function of a worker raises, the doctor names the worker and the exception."""
-    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'ray[train]'")
     path = ":".join([str(HOOK), *filter(None, sys.path)])
-    variables = {"PYTHONPATH": path, "TORCHWHERE_OUT": str(tmp_path / "run")}
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
     watched = "from torchwhere.integrations.ray import watch_train_loop\n"
     unwatched = program("ray-train.md").replace(watched, "")
     unwatched = unwatched.replace('watch_train_loop(train_loop, out="run/")', "train_loop")
     assert "torchwhere" not in unwatched
-    try:
-        with in_folder(tmp_path):
-            Path("train.py").write_text(unwatched)
+    out = str(tmp_path / "run")
+    with ray_cluster(PYTHONPATH=path, TORCHWHERE_OUT=out), in_folder(tmp_path):
+        Path("train.py").write_text(unwatched)
+        runpy.run_path("train.py", run_name="__main__")
+        verdict = diagnose_folder(tmp_path / "run")
+        assert (verdict.kind, sorted(verdict.ranks)) == ("healthy", [0, 1]), str(verdict)
+        for rank in (0, 1):
+            assert steps(tmp_path / "run", rank=rank) == [0, 1, 2, 3]
+        Path("train.py").write_text(unwatched.replace("\n    ray.train.report", FAILS))
+        with pytest.raises(Exception, match="Training failed"):
             runpy.run_path("train.py", run_name="__main__")
-            verdict = diagnose_folder(tmp_path / "run")
-            assert (verdict.kind, sorted(verdict.ranks)) == ("healthy", [0, 1]), str(verdict)
-            for rank in (0, 1):
-                assert steps(tmp_path / "run", rank=rank) == [0, 1, 2, 3]
-            Path("train.py").write_text(unwatched.replace("\n    ray.train.report", FAILS))
-            with pytest.raises(Exception, match="Training failed"):
-                runpy.run_path("train.py", run_name="__main__")
-    finally:
-        ray.shutdown()
     verdict = diagnose_folder(tmp_path / "run")
-    # rank 0 waits in `report` for an actor that Ray kills: it may fail too, with ActorDiedError
-    assert verdict.kind == "dead"
-    assert 1 in verdict.culprits, str(verdict)
+    # Rank 0 waits in `report` for an actor that Ray kills: it may fail too, with ActorDiedError.
+    assert (verdict.kind, verdict.culprits) == ("dead", (1,)), str(verdict)
     assert "ValueError: bad batch" in str(verdict)
 
 

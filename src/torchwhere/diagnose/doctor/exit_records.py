@@ -40,7 +40,7 @@ _CONNECTING = re.compile(_CANNOT_CONNECT, re.IGNORECASE)
 _PEER_LOST = re.compile(
     r"closed by peer|connection reset|connection closed|connection was likely closed|broken"
     r" pipe|remote process exited|communicator (?:was|has been) aborted|ncclRemoteError"
-    rf"|{_CANNOT_CONNECT}",
+    rf"|\bActor(?:Died|Unavailable)Error\b|{_CANNOT_CONNECT}",  # of Ray
     re.IGNORECASE,
 )
 # Messages of a collective that timed out.
