@@ -278,7 +278,7 @@ def test_a_leak(tmp_path: Path) -> None:
     """The verdict names rank and place, the amounts, what grew since when, and the peak."""
     verdict = verdict_on(tmp_path, 100)
     assert (verdict.kind, verdict.culprits) == ("dead", (0,))
-    assert "  its last place: forward of wide, step 20" in verdict.explanation
+    assert "  last place: forward of wide, step 20" in verdict.explanation
     assert memory_lines(verdict) == [
         (
             "  rank 0, memory: tried to allocate 256 MiB; 2.5 GiB allocated, 48.0 MiB reserved but"

@@ -81,7 +81,7 @@ def test_sentences(runs: Path) -> None:
             "Rank 2 exited: exception: AcceleratorError: CUDA error: an illegal memory access was"
             " encountered."
         ),
-        "  its last place: forward of <root>, nccl_jobs.py:93, step 7",
+        "  last place: forward of <root>, nccl_jobs.py:93, step 7",
         "  rank 2, device: last reached outside any module, nccl_jobs.py:100, step 6",
         (
             "Likely cause: a kernel reads or writes outside of its tensors. The CPU may report"

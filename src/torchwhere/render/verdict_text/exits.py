@@ -88,11 +88,12 @@ def unknown_first_exit_text(cause: UnknownFirstExit, context: Context) -> list[s
             ),
         ]
     if context.exits.may_have_caught_sigterm(list(cause.failed)):
+        them = "it" if len(cause.failed) == 1 else "them"
         return [
             "The job had not finished. It is unknown which rank exited first.",
             *_how_text(context),
             (
-                f"{failed} failed, or a handler of SIGTERM ended them after another rank had been"
+                f"{failed} failed, or a handler of SIGTERM ended {them} after another rank had been"
                 " killed."
             ),
         ]
@@ -147,7 +148,7 @@ def _exit_lines(context: Context, rank: int) -> tuple[str, ...]:
     before = None
     if error is not None and context.exits.has_failed(rank):
         before = survived_exception(rank_calls, error.number)
-    return (how, f"  its last place: {place_text(where)}", *survived_text(before))
+    return (how, f"  last place: {place_text(where)}", *survived_text(before))
 
 
 def _gist(text: str) -> str:
