@@ -55,7 +55,7 @@ _PEERS_NOT_KNOWN = (
     " named: stacks do not show which ranks wait for which."
 )
 _EXIT_NOT_KNOWN = (
-    "Whether the job finished or failed, and which rank exited first, is not known: see the output"
+    "It is not known whether the job finished or failed, or which rank exited first: see the output"
     " of the job and of its launcher."
 )
 _FLIGHT_RECORDER = (
