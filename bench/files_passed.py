@@ -45,10 +45,14 @@ def recording() -> list[str]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tensor = torch.ones(4)
+
+    def issue() -> None:  # always from the same line, as in a training loop
+        dist.all_reduce(tensor)
+
     with tempfile.TemporaryDirectory() as folder, torchwhere.watch(out=folder):
         for _ in range(5):
-            dist.all_reduce(tensor)
-        files = files_passed(lambda: dist.all_reduce(tensor))
+            issue()
+        files = files_passed(issue)
     dist.destroy_process_group()
     return files
 
