@@ -147,11 +147,11 @@ CROOKED = {
     ),
     "old": (
         pickle.dumps({"version": "2.3", "entries": []}, protocol=2),
-        "a dump of version 2.3; versions 2.4",
+        "a dump of version 2.3; torchwhere reads versions 2.4",
     ),
     "new": (
         pickle.dumps({"version": "3.0", "entries": []}, protocol=2),
-        "a dump of version 3.0; versions 2.4",
+        "a dump of version 3.0; torchwhere reads versions 2.4",
     ),
     "entries by name": (
         pickle.dumps({"version": "2.10", "entries": {}}, protocol=2),

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -148,6 +149,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     left = []
     for key, was in before.items():
         now = after[key]
+        if key == "threads":  # one that has ended since, for example of a browser, is not left
+            was, now = [], list((Counter(now) - Counter(was)).elements())
         if was != now and isinstance(was, dict):
             was, now = (
                 {k: v for k, v in one.items() if other.get(k) != v}
