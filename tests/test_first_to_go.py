@@ -79,7 +79,11 @@ def rank_of(where, victim, rank, folder):
             if is_at_fault and rank == victim and where == "in a collective":
                 threading.Timer(0.3, die).start()
             elif is_at_fault and rank == victim:
+                while where in WAITING and len([*Path(folder).glob("waits*")]) < 3:
+                    time.sleep(0.01)
                 die()
+            if is_at_fault and where in WAITING:  # no rank is in a collective, where it would lose its peer
+                Path(folder, f"waits{rank}").touch()
             if is_at_fault and (where in WAITING or (where == "in a collective" and rank == (victim + 1) % 4)):
                 time.sleep(600)
             dist.all_reduce(torch.ones(4))
