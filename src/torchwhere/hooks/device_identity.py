@@ -30,7 +30,9 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     address stay right with `CUDA_VISIBLE_DEVICES`; in a MIG instance the UUID is that of the
     instance.
     """
-    properties = torch.get_device_module(device).get_device_properties(device)
+    # not every accelerator has this function
+    read = getattr(torch.get_device_module(device), "get_device_properties", None)
+    properties = None if read is None else read(device)
     pci = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
     return {
         "type": device.type,
