@@ -149,7 +149,8 @@ def _have_right_crc(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         block = data[start * RECORD_BYTES : (start + _BLOCK) * RECORD_BYTES]
         if zlib.crc32(block) != _crc_of_block(len(block) // RECORD_BYTES):
             part = raw[start : start + _BLOCK]
-            are_right[start : start + _BLOCK] = _crcs(part) == as_records(part)["crc"]
+            crcs = [zlib.crc32(row[: file_format.RECORD_CRC_AT]) for row in part]
+            are_right[start : start + _BLOCK] = as_records(part)["crc"] == crcs
     return are_right
 
 
@@ -158,25 +159,3 @@ def _crc_of_block(count: int) -> int:
     """The CRC of this many intact records in a row, whatever their content."""
     data = bytes(file_format.RECORD_CRC_AT)
     return zlib.crc32((data + file_format.CRC.pack(zlib.crc32(data))) * count)
-
-
-@cache
-def _crc_tables() -> tuple[npt.NDArray[np.uint32], int]:
-    """The CRC of a record is the xor of one table value per byte."""
-    length = file_format.RECORD_CRC_AT
-    zero = zlib.crc32(bytes(length))
-    tables = np.empty((length, 256), np.uint32)
-    for position in range(length):
-        tail = bytes(length - position - 1)
-        head = bytes(position)
-        tables[position] = [zlib.crc32(head + bytes([value]) + tail) ^ zero for value in range(256)]
-    return tables, zero
-
-
-def _crcs(columns: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    """The CRC of every record, all at once."""
-    tables, zero = _crc_tables()
-    crcs = np.full(len(columns), zero, np.uint32)
-    for position in range(file_format.RECORD_CRC_AT):
-        crcs ^= tables[position][columns[:, position]]
-    return crcs
