@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.file_format import (
+    COUNTER_BYTES,
     CPU_DELAY_MASK,
     CPU_DELAY_SHIFT,
     CURSOR_BYTES,
@@ -54,6 +55,8 @@ SIGNATURE_KEYS = (  # of a COLLECTIVE entry
     "api",
 )
 _MAX_RANKS_SHOWN = 64  # in every event of a group; `Box.groups` has the ranks of larger groups
+
+_NO_SECTIONS = Geometry(capacity=0, cursors=0, counters=0, text_bytes=0)
 
 
 @dataclass(slots=True)
@@ -123,24 +126,17 @@ class Box(Shown):
     @property
     def beat_ns(self) -> int:
         """Wall clock of its last heartbeat; 0 without one."""
-        if self.geometry is None or not self.geometry.cursors:
-            return 0
-        at = self.geometry.cursors_at + CURSOR_HEARTBEAT * 8
-        t_ns = int.from_bytes(self._head[at : at + 8], "little")
-        return self.wall_ns(t_ns) if t_ns else 0
+        beats = self._cursor_words()[:1, CURSOR_HEARTBEAT]
+        return self.wall_ns(beats[0]) if beats.any() else 0
 
     def cpu_delays(self) -> list[tuple[int, int]]:
         """How long the main thread waited for a CPU: (wall clock of a heartbeat, ns since the one
         before), for the last heartbeats. Empty if the kernel does not report it."""
-        geometry, beat_ns = self.geometry, self.beat_ns
-        if geometry is None or not beat_ns:
-            return []
-        cursors = self._head[geometry.cursors_at + CURSOR_BYTES : geometry.counters_at]
-        words = memoryview(cursors[: len(cursors) // 8 * 8]).cast("Q")
+        beat_ns = self.beat_ns
         beat_ms = (beat_ns - self.wall_ns(0)) // 10**6
         delays = []
-        for word in words[CURSOR_HEARTBEAT :: CURSOR_BYTES // 8]:
-            if word:
+        for word in self._cursor_words()[1:, CURSOR_HEARTBEAT].tolist():
+            if word and beat_ns:
                 age_ms = (beat_ms - (word >> CPU_DELAY_SHIFT)) & CPU_DELAY_MASK
                 delays.append((beat_ns - age_ms * 10**6, (word & CPU_DELAY_MASK) * 1000))
         return sorted(delays)
@@ -194,7 +190,7 @@ class Box(Shown):
         if self.geometry is None:
             return None
         if self._texts is None:
-            self._texts = _section(self.path, self.geometry.texts_at, self.geometry.text_bytes)
+            self._texts = read_section(self.path, self.geometry.texts_at, self.geometry.text_bytes)
         data, at = self._texts, start % self.geometry.text_bytes
         body = at + file_format.TEXT.size
         if body <= len(data):
@@ -317,23 +313,33 @@ class Box(Shown):
 
     def _device_times(self, number: int) -> dict[str, int]:
         """When a device reached the collective of a record, and when it was done, if known."""
-        geometry = self.geometry
-        if geometry is None or not geometry.lanes:
-            return {}
-        at = geometry.times_at - geometry.lanes_at + number % geometry.capacity * TIMES_BYTES
-        slot = self._device[at : at + TIMES_BYTES]
-        words = memoryview(slot).cast("Q").tolist() if len(slot) == TIMES_BYTES else [0]
+        slots = self.times_slots()
+        slot = number % self.geometry.capacity if self.geometry is not None else 0
+        words = slots[slot].tolist() if slot < len(slots) else [0]
         if words[TIMES_NUMBER] & TIMES_NUMBER_MASK != number + 1:
             return {}
         times = {"reached_ns": words[TIMES_REACHED], "done_ns": words[TIMES_DONE]}
         return {name: self.wall_ns(t_ns) for name, t_ns in times.items() if t_ns}
 
+    @property
+    def has_device(self) -> bool:
+        """Whether it has sections for a device."""
+        return self.geometry is not None and self.geometry.lanes > 0
+
+    def times_slots(self) -> npt.NDArray[np.uint64]:
+        """The slots of the times of a device, which are rows of words."""
+        geometry = self.geometry or _NO_SECTIONS
+        start = geometry.times_at - geometry.lanes_at
+        return _rows(self._device, start, geometry.table_at - geometry.lanes_at, TIMES_BYTES)
+
+    def _cursor_words(self) -> npt.NDArray[np.uint64]:
+        """The cursors, which are rows of words."""
+        geometry = self.geometry or _NO_SECTIONS
+        return _rows(self._head, geometry.cursors_at, geometry.counters_at, CURSOR_BYTES)
+
     def cursors(self) -> list[Cursor]:
         """Where each thread was, for each thread with a cursor."""
-        geometry = self.geometry
-        if geometry is None:
-            return []
-        words = _rows(self._head, geometry.cursors_at, geometry.counters_at, CURSOR_BYTES)
+        words = self._cursor_words()
         used = np.flatnonzero(words[:, file_format.CURSOR_TIME]).tolist()
         return [self._cursor(slot, words[slot].tolist()) for slot in used]
 
@@ -365,17 +371,13 @@ class Box(Shown):
     def counter_words(self) -> list[list[int]]:
         """The used counters, four words each. `phase_sums.py` decodes the counters of phases."""
         if self._counter_words is None:
-            geometry = self.geometry
-            if geometry is None:
-                return []
-            words = _rows(
-                self._head, geometry.counters_at, geometry.ring_at, file_format.COUNTER_BYTES
-            )
+            geometry = self.geometry or _NO_SECTIONS
+            words = _rows(self._head, geometry.counters_at, geometry.ring_at, COUNTER_BYTES)
             self._counter_words = words[words[:, 0] != 0].tolist()
         return self._counter_words
 
 
-def _section(path: Path, at: int, length: int) -> bytes:
+def read_section(path: Path, at: int, length: int) -> bytes:
     """A section of a file, as far as it exists."""
     try:
         with path.open("rb") as file:

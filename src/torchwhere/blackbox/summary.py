@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchwhere.blackbox.box import Box, Counts
+from torchwhere.blackbox.box import Box, Counts, read_section
 from torchwhere.blackbox.file_format import (
     COUNTER_BYTES,
     COUNTER_COUNT,
@@ -109,10 +109,5 @@ def read_progress(path: Path) -> bytes:
 
 
 def _read_words(path: Path) -> bytes:
-    """The cursors and counters of a box."""
-    try:
-        with path.open("rb") as file:
-            file.seek(_USUAL.cursors_at)
-            return file.read(_USUAL.ring_at - _USUAL.cursors_at)
-    except OSError:
-        return b""
+    """The cursors and counters of a box; empty if it is not readable."""
+    return read_section(path, _USUAL.cursors_at, _USUAL.ring_at - _USUAL.cursors_at)
