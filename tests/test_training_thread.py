@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import torchwhere
 from rank_pool import Pool
+from torchwhere.blackbox.box import training_cursor
 from torchwhere.blackbox.reader import read_box
-from torchwhere.blackbox.training_cursor import training_cursor
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.look import training_stack

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from torchwhere.blackbox.file_format import (
     sealed_crc,
     unpack_stream,
 )
-from torchwhere.blackbox.ring import RECORD_DTYPE
+from torchwhere.blackbox.ring import RECORD_DTYPE, Counts, read_section
 from torchwhere.blackbox.string_table import json_int, json_object, json_value
 from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind
 from torchwhere.core.place import PASS_LABELS, Certainty, Place, line_fields
@@ -57,19 +57,6 @@ SIGNATURE_KEYS = (  # of a COLLECTIVE entry
 _MAX_RANKS_SHOWN = 64  # in every event of a group; `Box.groups` has the ranks of larger groups
 
 _NO_SECTIONS = Geometry(capacity=0, cursors=0, counters=0, text_bytes=0)
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of all record slots and table bytes of a file."""
-
-    good: int = 0  # events
-    torn: int = 0  # not finished, or damaged
-    unknown: int = 0  # of kinds that this version does not know
-    overwritten: int = 0  # older than the ring
-    torn_entries: int = 0
-    lost_texts: int = 0  # overwritten or damaged when they were read
-    aside: int = 0  # good records that are not events
 
 
 @dataclass(slots=True)
@@ -377,18 +364,22 @@ class Box(Shown):
         return self._counter_words
 
 
-def read_section(path: Path, at: int, length: int) -> bytes:
-    """A section of a file, as far as it exists."""
-    try:
-        with path.open("rb") as file:
-            file.seek(at)
-            return file.read(length)
-    except OSError:
-        return b""
-
-
 def _rows(data: bytes, start: int, end: int, width: int) -> npt.NDArray[np.uint64]:
     """A section as rows of words, without a copy; of a truncated file, the rows that exist."""
     section = memoryview(data)[start:end]
     rows = np.frombuffer(section[: len(section) // width * width], "<u8")
     return rows.reshape(-1, width // 8)
+
+
+def training_cursor(box: Box, cursors: Sequence[Cursor]) -> Cursor | None:
+    """The cursor of the thread that trains, among the cursors of a box: it began the last step.
+
+    Without it the cursor of the main thread, and without that one the cursor that moved last. A
+    worker of Ray Train trains in a thread of its own, while its main thread waits.
+    """
+    steps = np.flatnonzero(box.records["kind"] == int(Kind.STEP_BEGIN))
+    trains = box.thread(int(box.records["thread"][steps[-1]])) if len(steps) else None
+    names = [cursor.place.thread for cursor in cursors]
+    thread = next((name for name in (trains, "MainThread") if name in names), None)
+    found = [cursor for cursor in cursors if thread in (None, cursor.place.thread)]
+    return max(found, key=lambda cursor: cursor.t_ns, default=None)

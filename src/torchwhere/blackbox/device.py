@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.box import Box, training_cursor
 from torchwhere.blackbox.device_place import (
     NO_SECTIONS,
     DeviceLane,
@@ -39,7 +39,6 @@ from torchwhere.blackbox.file_format import (
     unpack_stream,
 )
 from torchwhere.blackbox.replays import NO_ROW, replay_rows
-from torchwhere.blackbox.training_cursor import training_cursor
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, unknown_place

@@ -40,7 +40,7 @@ from torchwhere.blackbox.live_line import live_line
 from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
 from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
-from torchwhere.blackbox.step_pace import read_step_ns
+from torchwhere.blackbox.ring import read_step_ns
 from torchwhere.blackbox.string_table import StreamName, half_written, json_int, json_object
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.device_place import DevicePlace

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.box import Box, Counts
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import (
     CRC,
     HEADER,
@@ -25,7 +25,7 @@ from torchwhere.blackbox.file_format import (
     EntryType,
     Geometry,
 )
-from torchwhere.blackbox.ring import parse_ring, split_sides
+from torchwhere.blackbox.ring import Counts, parse_ring, split_sides
 from torchwhere.blackbox.string_table import TableReader, json_object
 from torchwhere.core.errors import TorchwhereError
 

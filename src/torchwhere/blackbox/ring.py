@@ -4,6 +4,8 @@ Takes the bytes of the section and returns the good records with counts. It chec
 record. That is cheap for an intact ring: a CRC is linear, so a record that ends with its own CRC
 has the same effect on a running CRC, whatever its content. A block of such records has a CRC that
 is known in advance. Only the records of a block with another CRC are checked one by one.
+
+`usual_step_ns` gives the usual duration of the steps among the records.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.file_format import RECORD_BYTES
+from torchwhere.blackbox.file_format import RECORD_BYTES, Geometry
 from torchwhere.core.events import Kind, SideKind
 
 RECORD_DTYPE = np.dtype(
@@ -36,8 +39,23 @@ RECORD_DTYPE = np.dtype(
     + [("extra", "<u8"), ("crc", "<u4")]
 )
 _BLOCK = 256  # records in one check
+_STEPS = 50  # the last ones that count as usual
+_TAIL = 512  # records that `read_step_ns` reads: 32 KB
 _IS_KNOWN = np.isin(np.arange(256), [*Kind, *SideKind])  # by kind
 _IS_SIDE = np.isin(np.arange(256), list(SideKind))
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of all record slots and table bytes of a file."""
+
+    good: int = 0  # events
+    torn: int = 0  # not finished, or damaged
+    unknown: int = 0  # of kinds that this version does not know
+    overwritten: int = 0  # older than the ring
+    torn_entries: int = 0
+    lost_texts: int = 0  # overwritten or damaged when they were read
+    aside: int = 0  # good records that are not events
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +177,45 @@ def _crc_of_block(count: int) -> int:
     """The CRC of this many intact records in a row, whatever their content."""
     data = bytes(file_format.RECORD_CRC_AT)
     return zlib.crc32((data + file_format.CRC.pack(zlib.crc32(data))) * count)
+
+
+# -- parts of a file that is being written ---------------------------------------------------------
+
+
+def read_section(path: Path, at: int, length: int) -> bytes:
+    """A section of a file, as far as it exists."""
+    try:
+        with path.open("rb") as file:
+            file.seek(at)
+            return file.read(length)
+    except OSError:
+        return b""
+
+
+def usual_step_ns(records: npt.NDArray[Any], *, from_start: bool) -> float | None:
+    """The median duration of the last steps, as users count them, among records in the order of
+    their numbers. It leaves out compilations, evaluations and checkpoints between the others.
+
+    Returns None if no step but the first has ended. `from_start` says that the records begin with
+    the first one of the box: its first step does not count, because it begins with the watch and
+    contains imports and the set-up of the job.
+    """
+    begins = records["t_ns"][records["kind"] == int(Kind.STEP_BEGIN)].astype(np.int64)
+    took = np.diff(begins[1 if from_start else 0 :])[-_STEPS:]
+    took = took[took > 0]  # a torn record may have any time
+    return float(np.median(took)) if len(took) else None
+
+
+def read_step_ns(path: Path, geometry: Geometry, *, newest: int) -> float | None:
+    """The same from the end of the ring of a box that is being written, whose last record has the
+    number `newest`. None if the file cannot be read."""
+    first = max(0, newest + 1 - min(_TAIL, geometry.capacity))
+    begin, end = first % geometry.capacity, newest % geometry.capacity + 1
+    slots = [(begin, end)] if begin < end else [(begin, geometry.capacity), (0, end)]
+    data = b"".join(
+        read_section(path, geometry.ring_at + start * RECORD_BYTES, (stop - start) * RECORD_BYTES)
+        for start, stop in slots
+    )
+    records = np.frombuffer(data[: len(data) // RECORD_BYTES * RECORD_BYTES], RECORD_DTYPE)
+    is_whole = records["number"] == np.arange(first, first + len(records))
+    return usual_step_ns(records[is_whole], from_start=first == 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchwhere.blackbox.box import Box, Counts, read_section
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import (
     COUNTER_BYTES,
     COUNTER_COUNT,
@@ -19,6 +19,7 @@ from torchwhere.blackbox.file_format import (
     CURSOR_STEP,
     Geometry,
 )
+from torchwhere.blackbox.ring import Counts, read_section
 from torchwhere.blackbox.string_table import json_int
 
 # the cursors and counters are before the ring, at the same offsets in every box of this version

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchwhere.blackbox.box import SIGNATURE_KEYS, Box
+from torchwhere.blackbox.box import SIGNATURE_KEYS, Box, training_cursor
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.string_table import StreamName, ranks_of, stream_ends
-from torchwhere.blackbox.training_cursor import training_cursor
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import shown

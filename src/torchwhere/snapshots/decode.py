@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Counts
+from torchwhere.blackbox.ring import Counts
 from torchwhere.blackbox.string_table import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import KIND_LABELS, Event

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.box import Box, training_cursor
 from torchwhere.blackbox.device import DeviceState, device_state, device_times
-from torchwhere.blackbox.step_pace import usual_step_ns
+from torchwhere.blackbox.ring import usual_step_ns
 from torchwhere.blackbox.string_table import Group, json_int, ranks_of
 from torchwhere.blackbox.summary import BoxSummary, summarize
-from torchwhere.blackbox.training_cursor import training_cursor
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Place
@@ -191,7 +190,7 @@ def _columns(box: Box, calls: SortedCalls) -> tuple[_Columns, dict[str, Any]]:
 
 def _delays(box: Box, order: npt.NDArray[Any], times: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
     """Returns how long after the CPU the device of a rank came to each call."""
-    if box.geometry is None or not box.geometry.lanes:
+    if not box.has_device:
         return np.zeros(len(order), np.uint8)
     reached = device_times(box)[0].astype(np.int64)[order]
     delays = ((reached - times) // 1000).clip(0, _MOST_DELAY_US) + 1
@@ -251,7 +250,7 @@ def _state(box: Box) -> dict[str, Any]:
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
         "has_unknown_replays": bool(kinds[Kind.REPLAY]) and _has_unknown_replays(box),
         "last_line": _last_line(box),
-        "device": device_state(box),
+        "device": device_state(box) if box.has_device else None,
         **(_steps(box) if kinds[Kind.STEP_BEGIN] else {}),
     }
 
