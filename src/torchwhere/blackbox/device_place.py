@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchwhere.blackbox.file_format import (
     COUNTER_BYTES,
@@ -33,8 +33,7 @@ from torchwhere.blackbox.file_format import (
     cursor_place,
     unpack_record,
 )
-from torchwhere.blackbox.live_names import UNKNOWN_OP
-from torchwhere.blackbox.string_table import group_of, text_of
+from torchwhere.blackbox.string_table import Group
 from torchwhere.core.device_place import CallState, DeviceCall, DevicePlace
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, line_fields
@@ -85,19 +84,9 @@ class DeviceSource:
     geometry: Geometry
     read: Callable[[int, int], bytes]  # offset and length; less where the file ends
     name: Callable[[int], str | None]
-    op_and_group: Callable[[int], tuple[str, str]]  # of a COLLECTIVE entry, as users know them
+    op: Callable[[int], tuple[str, str]]  # of a COLLECTIVE entry, with the name of its group
+    group: Callable[[str], Group | None]  # by its name
     wall_ns: Callable[[int], int]
-
-
-def call_name(entry: Any, group: Callable[[str], Any]) -> tuple[str, str]:
-    """The op of a COLLECTIVE entry and the title of its group. `group` returns the entry of a
-    group, by its name."""
-    fields = entry if isinstance(entry, dict) else {}
-    name = text_of(fields, "group") or ""
-    its_group = group_of(group(name))
-    return text_of(fields, "op") or UNKNOWN_OP[
-        0
-    ], its_group.title if its_group is not None else name
 
 
 def read_device_place(source: DeviceSource, *, cpu: Place) -> DevicePlace:
@@ -199,8 +188,9 @@ def _record(source: DeviceSource, number: int | None) -> Record | None:
 def _call(source: DeviceSource, record: Record | None, state: CallState) -> DeviceCall | None:
     if record is None:
         return None
-    op, group = source.op_and_group(record.subject)
-    return DeviceCall(op, group, record.extra, state)
+    op, name = source.op(record.subject)
+    group = source.group(name)
+    return DeviceCall(op, name if group is None else group.title, record.extra, state)
 
 
 class DeviceStream(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchwhere.blackbox.file_format import STREAM_ID_SHIFT, Record, unpack_stream
-from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames
+from torchwhere.blackbox.live_names import BoxNames
 from torchwhere.blackbox.string_table import Group, StreamName
 from torchwhere.core.events import Kind
 
@@ -27,7 +27,7 @@ def matched_call(
     """The collective of a record, if the count of a stream of its group ends with it."""
     if record is None or record.kind != Kind.COLLECTIVE:
         return None
-    op, group_name = names.ops.get(record.subject, UNKNOWN_OP)
+    op, group_name = names.op(record.subject)
     for stream, count in reversed(list(counted)):
         group = names.groups.get(stream >> STREAM_ID_SHIFT)
         if group is not None and group.name == group_name and count == record.extra + 1:

@@ -37,11 +37,17 @@ from torchwhere.blackbox.file_format import (
 from torchwhere.blackbox.issued import Issued, matched_call, stream_name
 from torchwhere.blackbox.live_device import LiveDevice
 from torchwhere.blackbox.live_line import live_line
-from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, NameReader
+from torchwhere.blackbox.live_names import BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
 from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
 from torchwhere.blackbox.ring import read_step_ns
-from torchwhere.blackbox.string_table import StreamName, half_written, json_int, json_object
+from torchwhere.blackbox.string_table import (
+    UNKNOWN_OP,
+    StreamName,
+    half_written,
+    json_int,
+    json_object,
+)
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import TEXT_FIELD, Kind
@@ -352,7 +358,7 @@ class LiveBox:
         if matched is not None:
             return matched
         is_call = record is not None and record.kind == Kind.COLLECTIVE
-        op = names.ops.get(record.subject, UNKNOWN_OP)[0] if record and is_call else UNKNOWN_OP[0]
+        op = names.op(record.subject)[0] if record and is_call else UNKNOWN_OP
         return Issued(
             op, names.groups[stream >> STREAM_ID_SHIFT], count - 1, stream_name(names, stream)
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchwhere.blackbox.device_place import DeviceSource, device_streams, read_device_place
 from torchwhere.blackbox.file_format import LANE_BYTES, LANE_RECORD, LANE_TIME, Geometry
-from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames
+from torchwhere.blackbox.live_names import BoxNames
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place
 
@@ -92,7 +92,8 @@ class LiveDevice:
                         geometry,
                         read=lambda at, length: os.pread(fd, length, at),
                         name=names.name,
-                        op_and_group=lambda entry_id: _op_and_group(names, entry_id),
+                        op=names.op,
+                        group=names.group,
                         wall_ns=lambda t_ns: t_ns + offset_ns,
                     )
                 )
@@ -102,9 +103,3 @@ class LiveDevice:
 
 def _reached_counts(source: DeviceSource) -> dict[int, int]:
     return {stream.stream: stream.reached for stream in device_streams(source)}
-
-
-def _op_and_group(names: BoxNames, entry_id: int) -> tuple[str, str]:
-    op, group_name = names.ops.get(entry_id, UNKNOWN_OP)
-    titles = [group.title for group in names.groups.values() if group.name == group_name]
-    return op, titles[-1] if titles else str(group_name or "")

@@ -7,7 +7,6 @@ almost the same table.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.string_table import (
@@ -15,12 +14,10 @@ from torchwhere.blackbox.string_table import (
     Name,
     TableReader,
     group_of,
-    json_object,
     json_value,
-    text_of,
+    op_of,
 )
 
-UNKNOWN_OP: tuple[str, str | None] = ("a collective", None)
 _PLACE_TYPES = (EntryType.MODULE, EntryType.LINE, EntryType.PHASE, EntryType.THREAD)
 
 
@@ -31,11 +28,19 @@ class BoxNames:
     places: dict[int, str]  # shared with boxes that have the same names
     later: dict[int, str]  # names added since
     groups: dict[int, Group]
-    ops: dict[int, tuple[str, str | None]]  # by COLLECTIVE id: the op and the name of its group
+    ops: dict[int, tuple[str, str]]  # by COLLECTIVE id: the op and the name of its group
     steps_id: int = 0  # id in the counter of steps
 
     def name(self, entry_id: int) -> str | None:
         return self.later.get(entry_id, self.places.get(entry_id))
+
+    def op(self, entry_id: int) -> tuple[str, str]:
+        """The op of a COLLECTIVE entry and the name of its group."""
+        return self.ops.get(entry_id) or op_of(None)
+
+    def group(self, name: str) -> Group | None:
+        """The group of this name. Of several entries the last one counts."""
+        return {group.name: group for group in self.groups.values()}.get(name)
 
 
 class NameReader:
@@ -45,7 +50,7 @@ class NameReader:
         self._tables = TableReader()
         self._places: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
         self._groups: dict[str, Group | None] = {}
-        self._ops: dict[str, tuple[str, str | None]] = {}
+        self._ops: dict[str, tuple[str, str]] = {}
 
     def read(self, data: bytes) -> BoxNames:
         entries = self._tables.read(data).names
@@ -70,7 +75,7 @@ class NameReader:
                     names.groups[entry_id] = group
             elif entry_type == EntryType.COLLECTIVE:
                 if text not in self._ops:
-                    self._ops[text] = _op(json_object(text))
+                    self._ops[text] = op_of(json_value(text))
                 names.ops[entry_id] = self._ops[text]
             elif entry_type == EntryType.PHASE_PATH and text == "[]":
                 names.steps_id = entry_id
@@ -82,8 +87,3 @@ def _place_names(entries: dict[int, Name]) -> dict[int, str]:
         for entry_id, (entry_type, text) in entries.items()
         if entry_type in _PLACE_TYPES
     }
-
-
-def _op(entry: dict[str, Any]) -> tuple[str, str | None]:
-    op = text_of(entry, "op") or UNKNOWN_OP[0]
-    return op, text_of(entry, "group")

@@ -130,6 +130,7 @@ def _entry(data: bytes, at: int) -> tuple[Entry | None, int]:
 
 
 P2P = frozenset({"send", "recv"})
+UNKNOWN_OP = "a collective"
 DEFAULT_GROUP = "default"  # torch describes it as "default_pg"
 
 
@@ -200,6 +201,12 @@ def group_of(entry: Any) -> Group | None:
         backend=text_of(entry, "backend"),
         mesh_dim=text_of(entry, "mesh_dim"),
     )
+
+
+def op_of(entry: Any) -> tuple[str, str]:
+    """The op in the JSON value of a COLLECTIVE entry, and the name of its group."""
+    fields = entry if isinstance(entry, dict) else {}
+    return text_of(fields, "op") or UNKNOWN_OP, text_of(fields, "group") or ""
 
 
 def text_of(entry: Mapping[str, Any], key: str) -> str | None:

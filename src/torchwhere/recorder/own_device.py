@@ -7,11 +7,10 @@ and it works after an error of the device.
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from torchwhere.blackbox.device_place import DeviceSource, call_name, read_device_place
+from torchwhere.blackbox.device_place import DeviceSource, read_device_place
 from torchwhere.blackbox.file_format import EntryType
-from torchwhere.blackbox.string_table import json_int, json_object
+from torchwhere.blackbox.string_table import Group, group_of, json_int, json_object, op_of
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place
@@ -28,16 +27,17 @@ def own_device_place(box: BoxWriter, cpu: Place) -> DevicePlace:
         return DevicePlace(cpu, problem=NO_ACCELERATOR if box.native else NO_EXTENSION)
     offset_ns = json_int(box.meta, "clock_offset_ns")
 
-    def group(name: str) -> dict[str, Any] | None:
+    def group(name: str) -> Group | None:
         groups = map(json_object, box.names_of_type(EntryType.GROUP))
         # of several entries of a name the last one wins: its mesh became known later
-        return {str(group.get("name")): group for group in groups}.get(name)
+        return group_of({str(group.get("name")): group for group in groups}.get(name))
 
     source = DeviceSource(
         box.geometry,
         read=box.read,
         name=box.name,
-        op_and_group=lambda entry_id: call_name(json_object(box.name(entry_id)), group),
+        op=lambda entry_id: op_of(json_object(box.name(entry_id))),
+        group=group,
         wall_ns=lambda t_ns: t_ns + offset_ns,
     )
     return read_device_place(source, cpu=cpu)

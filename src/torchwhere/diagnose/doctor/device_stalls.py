@@ -58,12 +58,12 @@ class DeviceStalls:
 
     def _stalled(self, rank_calls: RankCalls) -> StalledDevice | None:
         state = rank_calls.rank_summary.device
-        if state is None or not state.pending:
+        if state is None or not state.device_place.pending:
             return None
         first = _call(rank_calls, state.unreached[0]) if state.unreached else None
         if first is None and state.unreached:
             return None  # its record is lost, and so is the time of its issue
-        looked_ns = state.looked_ns or rank_calls.box_summary.beat_ns
+        looked_ns = state.device_place.looked_ns or rank_calls.box_summary.beat_ns
         # Before it was issued, the device could not reach it. The time of a place is not recorded,
         # but the CPU issued it before its last record.
         issued_ns = (
@@ -71,7 +71,7 @@ class DeviceStalls:
             if first is None
             else rank_calls.issued_ns(first.key, first.number)
         )
-        since_ns = max(state.reached_ns, issued_ns)
+        since_ns = max(state.device_place.t_ns, issued_ns)
         lasted_s = (looked_ns - since_ns) / 1e9
         if lasted_s < self._patience_s(rank_calls, None if first is None else first.key):
             return None
