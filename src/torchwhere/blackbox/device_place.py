@@ -31,6 +31,7 @@ from torchwhere.blackbox.file_format import (
     Geometry,
     Record,
     cursor_place,
+    slots,
     unpack_record,
 )
 from torchwhere.blackbox.string_table import Group
@@ -137,8 +138,8 @@ def _call_state(source: DeviceSource, lane: DeviceLane) -> CallState | None:
     if number is None:
         return None
     at = geometry.times_at + number % geometry.capacity * TIMES_BYTES
-    times = _words(source.read(at, TIMES_BYTES))
-    if len(times) < TIMES_BYTES // 8 or times[TIMES_NUMBER] & TIMES_NUMBER_MASK != number + 1:
+    (times,) = _slots(source, at, 1, TIMES_BYTES)
+    if times[TIMES_NUMBER] & TIMES_NUMBER_MASK != number + 1:
         return None
     if times[TIMES_DONE] == lane.t_ns:
         return CallState.DONE
@@ -240,17 +241,11 @@ def read_lanes(source: DeviceSource) -> tuple[list[DeviceLane], int]:
     geometry = source.geometry
     if not geometry.lanes:
         return [], 0
-    *slots, last = _slots(source, geometry.lanes_at, geometry.lanes, LANE_BYTES)
-    return [DeviceLane.of(words) for words in slots if words[LANE_STREAM]], last[0]
+    *lanes, last = _slots(source, geometry.lanes_at, geometry.lanes, LANE_BYTES)
+    return [DeviceLane.of(words) for words in lanes if words[LANE_STREAM]], last[0]
 
 
 def _slots(source: DeviceSource, at: int, count: int, size: int) -> list[Words]:
     """The slots of a section; zeros for slots that the file does not have whole."""
     data = source.read(at, count * size)
-    whole = data[: len(data) // size * size].ljust(count * size, b"\0")
-    words = _words(whole)
-    return [words[slot : slot + size // 8] for slot in range(0, len(words), size // 8)]
-
-
-def _words(data: bytes) -> Words:
-    return memoryview(data[: len(data) // 8 * 8]).cast("Q").tolist()
+    return slots(data[: len(data) // size * size].ljust(count * size, b"\0"), size)

@@ -240,6 +240,13 @@ def mask_heartbeat(words: bytes, *, cursors: int) -> bytes:
     return bytes(masked)
 
 
+def slots(section: bytes, slot_bytes: int) -> list[list[int]]:
+    """The words of each slot of a section; of a truncated file, the slots that exist."""
+    words = memoryview(section[: len(section) // slot_bytes * slot_bytes]).cast("Q").tolist()
+    size = slot_bytes // 8
+    return [words[at : at + size] for at in range(0, len(words), size)]
+
+
 def unpack_record(data: bytes) -> Record | None:
     """The record in a slot; None if it is torn."""
     if len(data) < RECORD_BYTES or zlib.crc32(data[:-4]) != CRC.unpack(data[-4:])[0]:

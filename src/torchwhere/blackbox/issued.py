@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchwhere.blackbox.file_format import STREAM_ID_SHIFT, Record, unpack_stream
@@ -22,13 +22,14 @@ class Issued:
 
 
 def matched_call(
-    names: BoxNames, record: Record | None, counted: Iterable[tuple[int, int]]
+    names: BoxNames, record: Record | None, counts: Mapping[int, int]
 ) -> Issued | None:
-    """The collective of a record, if the count of a stream of its group ends with it."""
+    """The collective of a record, if the count of a stream of its group ends with it. `counts` has
+    the stream words."""
     if record is None or record.kind != Kind.COLLECTIVE:
         return None
     op, group_name = names.op(record.subject)
-    for stream, count in reversed(list(counted)):
+    for stream, count in reversed(counts.items()):
         group = names.groups.get(stream >> STREAM_ID_SHIFT)
         if group is not None and group.name == group_name and count == record.extra + 1:
             return Issued(op, group, record.extra, stream_name(names, stream))

@@ -9,14 +9,14 @@ content.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import (
     COUNTER_BYTES,
-    COUNTER_COUNT,
+    COUNTER_TIME,
     CURSOR_BYTES,
     CURSOR_HEARTBEAT,
     CURSOR_PHASE,
@@ -31,8 +31,9 @@ from torchwhere.blackbox.file_format import (
     Record,
     cursor_place,
     mask_heartbeat,
+    slots,
+    stream_word,
     unpack_record,
-    unpack_stream,
 )
 from torchwhere.blackbox.issued import Issued, matched_call, stream_name
 from torchwhere.blackbox.live_device import LiveDevice
@@ -40,7 +41,7 @@ from torchwhere.blackbox.live_line import live_line
 from torchwhere.blackbox.live_names import BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
 from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
-from torchwhere.blackbox.ring import read_step_ns
+from torchwhere.blackbox.ring import read_section, read_step_ns
 from torchwhere.blackbox.string_table import (
     UNKNOWN_OP,
     StreamName,
@@ -54,7 +55,6 @@ from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.core.place import Place, line_fields, unknown_place
 
 _COUNTERS_AT_ONCE = 16  # counter slots in a read; more if all of them are used
-_CURSOR_WORDS, _COUNTER_WORDS = CURSOR_BYTES // 8, COUNTER_BYTES // 8
 _KINDS = frozenset(Kind)
 
 
@@ -77,22 +77,26 @@ class LiveBox:
         self.mean_step_ns: float | None = None  # of all steps but the longest
         self.ended_steps = 0
         self.has_begun = False  # whether a module, a collective or a step was seen
+        # how the watch ended, from its end record; None while it runs, and without that record
+        self.ended: str | None = None
         self._file: tuple[int, int] = (0, 0)
         self._header = self._data = b""
-        self._geometry: Geometry | None = None
-        self._names: BoxNames | None = None
-        self._read_bytes, self._table_end, self._cursor_at = HEADERS_BYTES, 0, 0
+        self._geometry = Geometry(capacity=1)
+        self._names = BoxNames({}, {}, {}, {})
+        self._read_bytes, self._table_end = HEADERS_BYTES, 0
         self._offset_ns = self._beat = 0  # _beat: the rank's monotonic clock of its last heartbeat
+        self._cursor: list[int] = []  # the words of the cursor that moved last
+        self._newest = 0  # the number of the last record
         self._record: Record | None = None  # the last one
-        self._last_counter: tuple[int, int, int, int] | None = None  # of the latest collective
+        self._issued_counts: dict[int, int] = {}  # of collectives, by the stream words
+        self._last_counter: list[int] | None = None  # of the latest collective
         # the next four are computed when asked for, and dropped when the rank moves
         self._counts: dict[StreamName, int] | None = None
         self._place: Place | None = None
         self._issued: Issued | None = None
         self._arrived: Issued | None = None
-        self._ended: str | None = None
         self._has_read_record = False  # since the rank moved
-        self._device = LiveDevice(self.path)
+        self._device = LiveDevice(self.path, self._geometry, self._names, self._wall_ns)
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -123,13 +127,13 @@ class LiveBox:
         header = data[:HEADERS_BYTES]
         if header != self._header and not self._parse_header(header, stat.st_size):
             return False
-        words = self._words(fd, data)
-        if words is None:
+        data = self._with_counters(fd, data)
+        if len(data) < self._geometry.counters_at:
             return False
         is_first = not self._data
         self._read_table(fd)
-        self._parse_words(memoryview(words).cast("Q"))
-        self._data, self._has_read_record = words, False
+        self._parse_words(data)
+        self._data, self._has_read_record = data, False
         self._counts = self._place = self._issued = self._arrived = None
         self._device.cpu_has_moved()
         self._look_at_device(fd)
@@ -139,8 +143,7 @@ class LiveBox:
 
     def _look_at_device(self, fd: int) -> bool:
         """Look at the device. Returns True if it has moved: work that it does is progress."""
-        assert self._geometry is not None
-        has_moved = self._device.look(fd, self._geometry)
+        has_moved = self._device.look(fd)
         self._moved_at(self._device.t_ns)
         if has_moved:
             self._arrived = self._counts = None
@@ -148,12 +151,10 @@ class LiveBox:
 
     def _read(self, fd: int) -> bytes:
         """Header, cursors and the used counters, without heartbeats."""
-        data, geometry = os.pread(fd, self._read_bytes, 0), self._geometry
-        if geometry is None:
-            return data
+        data = os.pread(fd, self._read_bytes, 0)
         beat_at = HEADERS_BYTES + CURSOR_HEARTBEAT * 8
         self._beat = int.from_bytes(data[beat_at : beat_at + 8], "little")
-        words = mask_heartbeat(data[HEADERS_BYTES:], cursors=geometry.cursors)
+        words = mask_heartbeat(data[HEADERS_BYTES:], cursors=self._geometry.cursors)
         return data[:HEADERS_BYTES] + words
 
     def _parse_header(self, header: bytes, size: int) -> bool:
@@ -173,10 +174,9 @@ class LiveBox:
         self.rank, self.run, self.meta = box.rank, box.run, box.meta
         return True
 
-    def _words(self, fd: int, data: bytes) -> bytes | None:
-        """Header, cursors and all used counters; None while the file is too short for cursors."""
+    def _with_counters(self, fd: int, data: bytes) -> bytes:
+        """Header, cursors and all used counters."""
         geometry = self._geometry
-        assert geometry is not None
         most = min(geometry.ring_at, os.fstat(fd).st_size)  # the header may hold any number
         while self._read_bytes < most and (
             self._read_bytes == HEADERS_BYTES or data[-COUNTER_BYTES:][:8] != bytes(8)
@@ -184,84 +184,72 @@ class LiveBox:
             at = max(self._read_bytes, geometry.counters_at)
             self._read_bytes = min(at + _COUNTERS_AT_ONCE * COUNTER_BYTES, most)
             data = self._read(fd)
-        return data[: len(data) // 8 * 8] if len(data) >= geometry.counters_at else None
+        return data
 
     def _read_table(self, fd: int) -> None:
-        geometry = self._geometry
-        assert geometry is not None
-        if self._names is None:
-            start = geometry.table_at
-            data = read_table(fd, start=start)
+        # from the end of the last whole entry: the next one may have been torn
+        start = self._table_end or self._geometry.table_at
+        data = read_table(fd, start=start)
+        if not self._table_end:
             self._names = self._reader.read(data)
-        else:
-            start = self._table_end  # of the last whole entry: the next one may have been torn
-            data = read_table(fd, start=start)
-            if not data:
-                return
+            self._device = LiveDevice(self.path, self._geometry, self._names, self._wall_ns)
+        elif data:
             self._reader.extend(self._names, data)
         self._table_end = start + len(data) - half_written(data)
 
-    def _parse_words(self, words: memoryview) -> None:
+    def _parse_words(self, data: bytes) -> None:
         """Take the few values that every look needs of every rank."""
         geometry, names = self._geometry, self._names
-        assert geometry is not None
-        assert names is not None
-        first, last = geometry.cursors_at >> 3, geometry.counters_at >> 3
-        times = words[first + CURSOR_TIME : last : _CURSOR_WORDS].tolist()
-        newest = max(range(len(times)), key=times.__getitem__)
-        self._cursor_at = at = first + newest * _CURSOR_WORDS
-        moved = times[newest]
-        self.mean_step_ns = self._last_counter = None
-        for counter in range(last, len(words) - _COUNTER_WORDS + 1, _COUNTER_WORDS):
-            stream, count, t_ns, record = words[counter : counter + _COUNTER_WORDS].tolist()
-            if not stream:
-                break
-            entry_id = stream >> STREAM_ID_SHIFT
-            if entry_id in names.groups:
-                if count and (self._last_counter is None or t_ns >= self._last_counter[2]):
-                    self._last_counter = stream, count, t_ns, record
+        cursors = slots(data[geometry.cursors_at : geometry.counters_at], CURSOR_BYTES)
+        self._cursor = max(cursors, key=itemgetter(CURSOR_TIME))
+        self._newest = max(cursor[CURSOR_RECORD] for cursor in cursors)
+        last_step = max(cursor[CURSOR_STEP] for cursor in cursors)
+        self.step = last_step if self._cursor[CURSOR_TIME] else None
+        moved, issued = self._cursor[CURSOR_TIME], []
+        self._issued_counts, self.mean_step_ns = {}, None
+        steps = stream_word(names.steps_id, ENDED, -1)
+        for counter in slots(data[geometry.counters_at :], COUNTER_BYTES):
+            stream, count, t_ns, longest_ns = counter
+            if stream >> STREAM_ID_SHIFT in names.groups:
+                self._issued_counts[stream] = count
                 moved = max(moved, t_ns)
-            elif entry_id == names.steps_id and count and unpack_stream(stream)[1] == ENDED:
-                # The words are count, total and longest. The first step is seldom like the others.
-                self.mean_step_ns = (t_ns - record) / (count - 1) if count > 1 else t_ns
+                if count:
+                    issued.append(counter)
+            elif stream == steps and count:
+                # Here the time is the total. The first step is seldom like the others.
+                self.mean_step_ns = (t_ns - longest_ns) / (count - 1) if count > 1 else t_ns
                 self.ended_steps = count
-        steps = words[first + CURSOR_STEP : last : _CURSOR_WORDS].tolist()
-        self.step = max(steps) if times[newest] else None
-        self.has_begun = bool(self._last_counter or words[at] or self.step)
+        # of two at the same time, the later slot
+        self._last_counter = max(reversed(issued), key=itemgetter(COUNTER_TIME), default=None)
+        self.has_begun = bool(self._last_counter or self._cursor[CURSOR_PLACE] or self.step)
         self._moved_at(moved)
 
     def _moved_at(self, t_ns: int) -> None:
         if t_ns:
-            self.moved_ns = max(self.moved_ns, t_ns + self._offset_ns)
+            self.moved_ns = max(self.moved_ns, self._wall_ns(t_ns))
+
+    def _wall_ns(self, t_ns: int) -> int:
+        return t_ns + self._offset_ns
 
     # -- records -----------------------------------------------------------------------------------
 
     def _read_record(self, fd: int | None = None) -> None:
         """Read the last record of the box; if it is an end record, also how the watch ended."""
         self._has_read_record = True
-        geometry = self._geometry
-        if geometry is None or not self._data:
-            return
-        words = memoryview(self._data).cast("Q")
-        first, last = geometry.cursors_at >> 3, geometry.counters_at >> 3
-        newest = max(words[first + CURSOR_RECORD : last : _CURSOR_WORDS].tolist())
-        record = self._record_at(newest, fd)
+        record = self._record_at(self._newest, fd) if self._data else None
         if record is not None:
             self._record = record
             self._moved_at(record.t_ns)
             if record.kind == Kind.END:
-                self._ended = self._end_reason(record.extra)
+                self.ended = self._end_reason(record.extra)
 
     def _record_at(self, number: int, fd: int | None = None) -> Record | None:
-        geometry = self._geometry
-        assert geometry is not None
-        at = geometry.ring_at + number % geometry.capacity * RECORD_BYTES
+        at = self._geometry.ring_at + number % self._geometry.capacity * RECORD_BYTES
         try:
             if fd is not None:
                 data = os.pread(fd, RECORD_BYTES, at)
             else:
-                with self.path.open("rb") as file:
-                    data = os.pread(file.fileno(), RECORD_BYTES, at)
+                data = read_section(self.path, at, RECORD_BYTES)
         except OSError:
             return None
         record = unpack_record(data)
@@ -281,10 +269,10 @@ class LiveBox:
 
     def recent_step_ns(self) -> float | None:
         """The usual duration of its last steps; None if the end of the ring has no whole one."""
-        record, geometry = self._last_record(), self._geometry
-        if record is None or geometry is None:
+        record = self._last_record()
+        if record is None:
             return None
-        return read_step_ns(self.path, geometry, newest=record.number)
+        return read_step_ns(self.path, self._geometry, newest=record.number)
 
     # -- the state of the rank ---------------------------------------------------------------------
 
@@ -299,17 +287,12 @@ class LiveBox:
             checksum=0,
             meta=self.meta,
             problems=(self.problem,) if self.problem else (),
-            beat_ns=self._beat + self._offset_ns if self._beat else 0,
+            beat_ns=self._wall_ns(self._beat) if self._beat else 0,
         )
 
     @property
     def problem(self) -> str | None:
         return self._read_problem or self._header_problem
-
-    @property
-    def ended(self) -> str | None:
-        """How the watch ended, from its end record; None while it runs, and without that record."""
-        return self._ended
 
     @property
     def is_compiling(self) -> bool:
@@ -323,38 +306,30 @@ class LiveBox:
         return self._place
 
     def _find_place(self) -> Place:
-        names = self._names
-        if not self._data or names is None:
+        if not self._cursor:
             return unknown_place(self.rank)
-        cursor = self._cursor()
+        line = live_line(self._cursor, self._last_record())
         return Place(
             rank=self.rank,
             step=None if self.step == NO_STEP else self.step,
-            **line_fields(names.name(live_line(cursor, self._last_record()))),
-            **cursor_place(cursor[CURSOR_PLACE], name=names.name),
+            **line_fields(self._names.name(line)),
+            **cursor_place(self._cursor[CURSOR_PLACE], name=self._names.name),
         )
 
-    def _cursor(self) -> list[int]:
-        words = memoryview(self._data).cast("Q")
-        return words[self._cursor_at : self._cursor_at + _CURSOR_WORDS].tolist()
-
     def phase(self) -> str | None:
-        if self._names is None or not self._data:
-            return None
-        return self._names.name(self._cursor()[CURSOR_PHASE])
+        return self._names.name(self._cursor[CURSOR_PHASE]) if self._cursor else None
 
     def issued(self) -> Issued | None:
         """Its last collective."""
-        if self._issued is None and self._names is not None and self._last_counter is not None:
-            self._issued = self._find_issued(self._names, self._last_counter)
+        if self._issued is None and self._last_counter is not None:
+            self._issued = self._find_issued(*self._last_counter)
         return self._issued
 
-    def _find_issued(self, names: BoxNames, counter: tuple[int, int, int, int]) -> Issued:
-        stream, count, _, number = counter
-        record = self._last_record()
+    def _find_issued(self, stream: int, count: int, _t_ns: int, number: int) -> Issued:
+        names, record = self._names, self._last_record()
         if record is None or record.kind != Kind.COLLECTIVE:
             record = self._record_at(number)
-        matched = matched_call(names, record, self._group_counters(names))
+        matched = matched_call(names, record, self._issued_counts)
         if matched is not None:
             return matched
         is_call = record is not None and record.kind == Kind.COLLECTIVE
@@ -365,42 +340,27 @@ class LiveBox:
 
     def arrived(self) -> Issued | None:
         """The last collective that it has reached: on its device if it runs there."""
-        names, geometry = self._names, self._geometry
-        if self._arrived is None and names is not None and geometry is not None:
-            self._arrived, reached = self.issued(), self._device.reached(geometry, names)
+        if self._arrived is None:
+            names, reached = self._names, self._device.reached()
+            self._arrived = self.issued()
             streams = {stream_name(names, stream) for stream in reached}
             if self._arrived is not None and self._arrived.stream in streams:
                 number = self._device.record
                 record = self._record_at(number) if number is not None else None
-                self._arrived = matched_call(names, record, reached.items()) or self._arrived
+                self._arrived = matched_call(names, record, reached) or self._arrived
         return self._arrived
 
     def counts(self) -> dict[StreamName, int]:
         """How many collectives it has reached, by stream: on its device if they run there, else
         how many it has issued."""
         if self._counts is None:
-            self._counts = {}
-            if self._names is not None and self._geometry is not None:
-                reached = self._device.reached(self._geometry, self._names)
-                for stream, count in self._group_counters(self._names):
-                    name = stream_name(self._names, stream)
-                    self._counts[name] = reached.get(stream, count)
+            reached = self._device.reached()
+            self._counts = {
+                stream_name(self._names, stream): reached.get(stream, count)
+                for stream, count in self._issued_counts.items()
+            }
         return self._counts
 
     def device(self) -> DevicePlace | None:
         """Where its device is; None if no device has reached a mark."""
-        if self._geometry is None or self._names is None:
-            return None
-        return self._device.place(
-            self._geometry, self._names, cpu=self.place(), offset_ns=self._offset_ns
-        )
-
-    def _group_counters(self, names: BoxNames) -> Iterator[tuple[int, int]]:
-        """Stream word and count of each counter that belongs to a group."""
-        words = memoryview(self._data).cast("Q")
-        if self._geometry is None or not self._data:
-            return
-        start = self._geometry.counters_at >> 3
-        for at in range(start, len(words) - _COUNTER_WORDS + 1, _COUNTER_WORDS):
-            if words[at] >> STREAM_ID_SHIFT in names.groups:
-                yield words[at], words[at + COUNTER_COUNT]
+        return self._device.place(cpu=self.place())
