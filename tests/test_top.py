@@ -233,6 +233,17 @@ def test_live_box_of_a_damaged_file(tmp_path: Path) -> None:
     assert live_box.problem == "cannot be read: No such file or directory"
 
 
+def test_poller_reads_an_empty_box(tmp_path: Path) -> None:
+    """A box that a rank has just created is empty: the poll raises no error and says why it cannot
+    be read."""
+    path = tmp_path / "rank0.box"
+    path.touch()
+    poller = RunPoller(tmp_path)
+    problem = f"none of the 1 boxes in {tmp_path} can be read: no readable header: not a black box"
+    for _ in range(2):
+        assert poller.poll().problem == f"{problem}, or damaged"
+
+
 # -- who stands still ------------------------------------------------------------------------------
 
 

@@ -40,7 +40,7 @@ from torchwhere.blackbox.live_device import LiveDevice
 from torchwhere.blackbox.live_line import live_line
 from torchwhere.blackbox.live_names import BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
-from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
+from torchwhere.blackbox.reader import HEADERS_BYTES, NO_HEADER, parse_header, read_table
 from torchwhere.blackbox.ring import read_section, read_step_ns
 from torchwhere.blackbox.string_table import (
     UNKNOWN_OP,
@@ -70,7 +70,7 @@ class LiveBox:
         self.meta: dict[str, Any] = {}
         self.rank = -1  # not readable yet
         self.run: tuple[str, int] = ("", 0)
-        self._header_problem: str | None = None
+        self._header_problem: str | None = NO_HEADER
         self._read_problem: str | None = None  # at the last look
         self.step: int | None = None
         self.moved_ns = 0  # wall clock of the rank's host

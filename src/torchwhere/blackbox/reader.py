@@ -29,6 +29,7 @@ from torchwhere.blackbox.ring import Counts, parse_ring, split_sides
 from torchwhere.blackbox.string_table import TableReader, json_object
 from torchwhere.core.errors import TorchwhereError
 
+NO_HEADER = "no readable header: not a black box, or damaged"
 WRITTEN_BY = "written by"  # starts the problem of a box in another format
 _MOST_LANES = 64
 HEADERS_BYTES = HEADER_BYTES * HEADER_COPIES
@@ -124,7 +125,7 @@ def parse_header(data: bytes, *, size: int, path: Path) -> Box:
             continue
         _parse_header_copy(box, block, size)
         return box
-    box.problems.append("no readable header: not a black box, or damaged")
+    box.problems.append(NO_HEADER)
     return box
 
 
