@@ -20,13 +20,12 @@ from typing import IO, Any, Protocol, cast
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import rows_of
 from torchwhere.blackbox.reader import BoxReader, read_or_empty
-from torchwhere.blackbox.run import RunSummary, box_files, choose
+from torchwhere.blackbox.run import RunSummary, box_files, choose, run_folder
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.atomic_file import destination, partial_path, write_errors
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text, known_kinds
 from torchwhere.core.results import Shown
-from torchwhere.core.run_folder import run_folder
 from torchwhere.core.sanitize import plural
 from torchwhere.core.worker_pool import Progress
 

@@ -20,7 +20,6 @@ from torchwhere.blackbox import run as box_runs
 from torchwhere.blackbox.columns import Column, Texts, columns, joined, rows_of
 from torchwhere.core.events import known_kinds
 from torchwhere.core.results import pandas
-from torchwhere.core.run_folder import run_folder
 from torchwhere.core.stall import STALL_S
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         run = torchwhere.read_run("run/")
         print(run)
     """
-    run = box_runs.read_run(run_folder(folder))
+    run = box_runs.read_run(box_runs.run_folder(folder))
     return Run(run.folder, run.boxes, run.earlier, run.unreadable, run.unranked)
 
 
@@ -229,7 +228,7 @@ def doctor(folder: str | os.PathLike[str], *, stall_s: float = STALL_S) -> Verdi
 
     if not stall_s > 0:
         raise ValueError(f"stall_s={stall_s!r}: expected a number of seconds above 0")
-    return diagnose_folder(run_folder(folder), stall_s=stall_s)
+    return diagnose_folder(box_runs.run_folder(folder), stall_s=stall_s)
 
 
 def _array(pd: Any, column: Column) -> Any:

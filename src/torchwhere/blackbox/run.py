@@ -7,6 +7,7 @@ summaries instead of boxes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,6 +174,17 @@ def read_again(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Box]:
         box = read_or_empty(reader.read, run.boxes[rank].path)
         if box.rank == rank:
             yield box
+
+
+def run_folder(path: str | os.PathLike[str]) -> str:
+    """The folder of a run, from its own path or from the path of one of its boxes.
+
+    Example:
+        run_folder("run/rank0.box")  # "run"
+    """
+    text = os.fspath(path)
+    is_box = text.endswith(".box") and os.path.isfile(text)
+    return os.path.dirname(text) or "." if is_box else text
 
 
 def box_files(folder: str | Path) -> list[Path]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import KIND_LABELS, json_text
-from torchwhere.core.run_folder import run_folder
 from torchwhere.core.sanitize import printable
 from torchwhere.core.stall import END_STALL_S, STALL_S
 
@@ -102,8 +101,15 @@ def add_command(commands: Any, name: str, text: str, *, more: str = "") -> argpa
     return parser
 
 
+def folder_of_run(path: str) -> str:
+    """The folder of a run, from its own path or from the path of one of its boxes."""
+    from torchwhere.blackbox.run import run_folder
+
+    return run_folder(path)
+
+
 def add_folder(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", type=run_folder, help="folder of the run, or one of its boxes")
+    sub.add_argument("folder", type=folder_of_run, help="folder of the run, or one of its boxes")
 
 
 def add_ranks(sub: argparse.ArgumentParser) -> None:

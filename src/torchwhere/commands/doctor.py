@@ -6,9 +6,15 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.commands.arguments import add_command, add_json, add_stall, print_json, reading
+from torchwhere.commands.arguments import (
+    add_command,
+    add_json,
+    add_stall,
+    folder_of_run,
+    print_json,
+    reading,
+)
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.run_folder import run_folder
 
 if TYPE_CHECKING:
     from torchwhere.diagnose.doctor.verdict import Verdict
@@ -24,7 +30,7 @@ def add(commands: Any) -> None:
         more="Exit code: 0 healthy, 1 any other verdict, 2 nothing to read.",
     )
     sub.add_argument(
-        "folder", nargs="?", type=run_folder, help="folder of the run, or one of its boxes"
+        "folder", nargs="?", type=folder_of_run, help="folder of the run, or one of its boxes"
     )
     sub.add_argument(
         "--flight-recorder",

@@ -13,12 +13,12 @@ from torchwhere.commands.arguments import (
     add_json,
     add_stall,
     at_least,
+    folder_of_run,
     print_json,
     print_message,
     reading,
     seconds,
 )
-from torchwhere.core.run_folder import run_folder
 
 _INTERVAL_S = 0.5
 
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     )
     sub.add_argument(
         "folder",
-        type=run_folder,
+        type=folder_of_run,
         help="folder of the run, or one of its boxes; the screen waits until the folder exists",
     )
     sub.add_argument(
