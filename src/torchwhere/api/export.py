@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.columns import rows_of
 from torchwhere.blackbox.reader import BoxReader, read_or_empty
 from torchwhere.blackbox.run import RunSummary, box_files, choose, run_folder
 from torchwhere.blackbox.summary import BoxSummary, summarize
@@ -277,4 +276,4 @@ class JsonLines:
         self._file.writelines(
             f"{json_text(event.to_dict())}\n".encode() for event in box.events(kinds=self._kinds)
         )
-        return len(rows_of(box, kinds=self._kinds))
+        return len(box.rows(self._kinds))

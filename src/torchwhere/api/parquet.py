@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, Column, Texts, columns, rows_of
+from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, Column, Texts, columns
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.atomic_file import check_space, partial_path, replacing
 from torchwhere.core.errors import TorchwhereError
@@ -115,7 +115,7 @@ class ParquetFolder:
     def write(self, box: Box) -> int:
         path = self._path(box.rank)
         path.parent.mkdir(exist_ok=True)
-        rows = rows_of(box, kinds=self._kinds)
+        rows = box.rows(self._kinds)
         schema = self._schema
         # Without Arrow's schema in the file, every reader gets plain texts instead of Arrow's
         # dictionary type.

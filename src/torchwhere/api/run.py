@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchwhere.blackbox import run as box_runs
-from torchwhere.blackbox.columns import Column, Texts, columns, joined, rows_of
+from torchwhere.blackbox.columns import Column, Texts, columns, joined
 from torchwhere.core.events import known_kinds
 from torchwhere.core.results import pandas
 from torchwhere.core.stall import STALL_S
@@ -176,7 +176,7 @@ class Run(box_runs.BoxRun):
         """
         pd, chosen, wanted = pandas(), self.checked_ranks(ranks), known_kinds(kinds)
         boxes = [box for rank, box in self.in_order() if chosen is None or rank in chosen]
-        parts = [columns(box, rows_of(box, kinds=wanted)) for box in boxes]
+        parts = [columns(box, box.rows(wanted)) for box in boxes]
         rank_column = np.repeat([box.rank for box in boxes], [len(part["kind"]) for part in parts])
         events = {name: _array(pd, column) for name, column in joined(parts).items()}
         return pd.DataFrame({"rank": rank_column} | events)

@@ -192,14 +192,16 @@ class Box(Shown):
 
     def events(self, *, kinds: set[str] | None = None, last: int | None = None) -> Iterator[Event]:
         """The events in order, oldest first; only of these kinds, only the last ones."""
-        records = self.records
-        if kinds is not None:
-            wanted = [int(k) for k in Kind if k.label in kinds]
-            records = records[np.isin(records["kind"], wanted)]
+        records = self.records if kinds is None else self.records[self.rows(kinds)]
         if last is not None:
             records = records[max(0, len(records) - last) :]
         for row in records:
             yield self._event(row)
+
+    def rows(self, kinds: set[str] | None = None) -> npt.NDArray[np.intp]:
+        """Indices of the records of these kinds; of all records for None."""
+        numbers = [int(kind) for kind in Kind if kinds is None or kind.label in kinds]
+        return np.flatnonzero(np.isin(self.records["kind"], numbers))
 
     def event(self, index: int) -> Event:
         """The event of the record at an index."""
@@ -292,7 +294,7 @@ class Box(Shown):
         fields["group_size"] = len(members) or None
         fields["group_ranks"] = members if len(members) <= _MAX_RANKS_SHOWN else None
         fields["number"] = int(row["extra"])
-        fields["for"] = self.value(int(row["beneficiary"])) if row["beneficiary"] else None
+        fields["for"] = self.value(int(row["beneficiary"]))
         fields["async"] = bool(row["flags"] & file_format.FLAG_ASYNC)
         if row["flags"] & file_format.FLAG_REPLAYED:
             fields["replayed"] = True

@@ -8,8 +8,9 @@ their own text (notes, exceptions, starts and ends) are decoded one at a time. N
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -101,23 +102,17 @@ class Numbers:
 Column = Texts | Numbers
 
 
-def rows_of(box: Box, *, kinds: set[str] | None = None) -> Rows:
-    """Indices of the records of these kinds; of all records for None."""
-    if kinds is None:
-        return np.arange(len(box.records))
-    numbers = [int(kind) for kind in Kind if kind.label in kinds]
-    rows: Rows = np.flatnonzero(np.isin(box.records["kind"], numbers))
-    return rows
-
-
 def columns(box: Box, rows: Rows) -> dict[str, Column]:
     """The columns of these records, in the order of `COLUMNS`."""
     records = box.records[rows]
-    by_name: dict[str, Column] = dict(_place_columns(box, records))
-    by_name |= _collective_columns(box, records)
-    by_name |= _device_columns(box, rows)
-    by_name |= _subject_columns(box, records)
-    by_name |= _text_columns(box, records, rows)
+    parts = (
+        _place_columns(box, records),
+        _collective_columns(box, records),
+        _device_columns(box, rows),
+        _subject_columns(box, records),
+        _text_columns(box, records, rows),
+    )
+    by_name = dict(chain.from_iterable(parts))
     return {name: by_name[name] for name in COLUMNS}
 
 
@@ -155,11 +150,9 @@ def _joined_texts(columns: Sequence[Texts]) -> Texts:
 def _distinct(ids: npt.NDArray[Any], among: Rows | None = None) -> tuple[list[int], Rows]:
     """The distinct ids, and for each row the index of its id; -1 for rows that are not in
     `among`."""
-    if among is None:
-        distinct, which = np.unique(ids, return_inverse=True)
-        return distinct.tolist(), which
+    rows = slice(None) if among is None else among
     which = np.full(len(ids), -1)
-    distinct, which[among] = np.unique(ids[among], return_inverse=True)
+    distinct, which[rows] = np.unique(ids[rows], return_inverse=True)
     return distinct.tolist(), which
 
 
@@ -171,6 +164,12 @@ def _texts(values: Sequence[Any], which: Rows) -> Texts:
         text = _text(value)
         codes.append(-1 if text is None else numbers.setdefault(text, len(numbers)))
     return Texts(np.array([*codes, -1], np.int32)[which], list(numbers))
+
+
+def _column(ids: npt.NDArray[Any], value: Callable[[int], Any], among: Rows | None = None) -> Texts:
+    """The text of each row, given a function that looks up the value of an id."""
+    distinct, which = _distinct(ids, among)
+    return _texts([value(entry_id) for entry_id in distinct], which)
 
 
 def _numbers(values: Sequence[Any], which: Rows) -> Numbers:
@@ -203,26 +202,21 @@ def _place_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, C
     """Columns of all events."""
     everywhere = np.ones(len(records), np.bool_)
     yield "record", _some(records["number"], everywhere)
-    kinds, which = _distinct(records["kind"])
-    yield "kind", _texts([Kind(kind).label for kind in kinds], which)
+    yield "kind", _column(records["kind"], lambda kind: Kind(kind).label)
     yield "step", _some(records["step"], records["step"] != file_format.NO_STEP)
-    passes, which = _distinct(records["pass"])
-    yield "pass", _texts([PASS_LABELS.get(pass_, "outside") for pass_ in passes], which)
+    yield "pass", _column(records["pass"], lambda pass_: PASS_LABELS.get(pass_, "outside"))
     ids, which = _distinct(records["line"])
     lines = [line_fields(box.name(entry_id)) for entry_id in ids]
     for name in ("line", "framework_line"):
         yield name, _texts([line[name] for line in lines], which)
     for name in ("graph", "param"):
-        ids, which = _distinct(records[name])
-        yield name, _texts([box.name(entry_id) for entry_id in ids], which)
-    ids, which = _distinct(records["module"])
-    module = _texts([box.name(entry_id) for entry_id in ids], which)
+        yield name, _column(records[name], box.name)
+    module = _column(records["module"], box.name)
     yield "module", module
     has_call = (module.codes >= 0) & (records["call"] != file_format.NO_CALL)
     yield "call", _some(records["call"], has_call)
     yield "certainty", _certainty(records, is_lost=(module.codes < 0) & (records["module"] != 0))
-    threads, which = _distinct(records["thread"])
-    yield "thread", _texts([box.thread(number) for number in threads], which)
+    yield "thread", _column(records["thread"], box.thread)
     yield "t_ns", Numbers(_wall_ns(box, records["t_ns"]), ~everywhere)
 
 
@@ -260,9 +254,7 @@ def _collective_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[s
         yield name, _texts([group.get(key) for group in groups], which)
     yield "group_size", _numbers([_group_size(group) for group in groups], which)
     yield "number", _some(records["extra"], is_collective)
-    beneficiaries, which = _distinct(records["beneficiary"], among)
-    names = [box.value(entry_id) if entry_id else None for entry_id in beneficiaries]
-    yield "for", _texts(names, which)
+    yield "for", _column(records["beneficiary"], box.value, among)
     is_async = is_collective & (records["flags"] & file_format.FLAG_ASYNC != 0)
     yield "async", Numbers(is_async, ~is_collective)
     is_replayed = is_collective & (records["flags"] & file_format.FLAG_REPLAYED != 0)
@@ -289,8 +281,7 @@ def _subject_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str,
     """Names of optimizers, compiled graphs and phases, and durations of phases."""
     for name, kinds in _SUBJECT_KINDS.items():
         among = np.flatnonzero(np.isin(records["kind"], [int(kind) for kind in kinds]))
-        ids, which = _distinct(records["subject"], among)
-        yield name, _texts([box.name(entry_id) for entry_id in ids], which)
+        yield name, _column(records["subject"], box.name, among)
     yield "duration_ns", _some(records["extra"], records["kind"] == Kind.PHASE_END)
 
 

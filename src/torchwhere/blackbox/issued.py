@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchwhere.blackbox.file_format import STREAM_ID_SHIFT, Record, unpack_stream
@@ -22,7 +21,7 @@ class Issued:
 
 
 def matched_call(
-    names: BoxNames, record: Record | None, counts: Mapping[int, int]
+    names: BoxNames, record: Record | None, counts: dict[int, int]
 ) -> Issued | None:
     """The collective of a record, if the count of a stream of its group ends with it. `counts` has
     the stream words."""
