@@ -19,7 +19,7 @@ from memory_jobs import PEAK_BYTES, VICTIM, Net, train
 from torchwhere.blackbox.memory import memory_samples
 from torchwhere.blackbox.reader import read_box
 from torchwhere.gpus.nvml import open_nvml
-from torchwhere.gpus.side_file import read_gpus
+from torchwhere.gpus.samples import read_gpus
 from torchwhere.monitor.gpu_sampler import GpuSampler
 from torchwhere.native.build import build
 from torchwhere.pipeline.verdict import diagnose_folder

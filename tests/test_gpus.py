@@ -20,10 +20,18 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.diagnose.doctor.gpu_evidence import _FAULTS, _LIMITS, NoGpuData
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.gpus.labels import gpu_label
-from torchwhere.gpus.match import gpus_of
 from torchwhere.gpus.nvml import NvmlError, Problem, open_nvml
-from torchwhere.gpus.samples import Gpu, GpuSample, HostGpus, Xid, bare_uuid
-from torchwhere.gpus.side_file import KEPT, read_gpus, write_gpus
+from torchwhere.gpus.samples import (
+    KEPT,
+    Gpu,
+    GpuSample,
+    HostGpus,
+    Xid,
+    bare_uuid,
+    gpus_of,
+    read_gpus,
+    write_gpus,
+)
 from torchwhere.monitor.gpu_sampler import GpuSampler, uses_nvidia_gpu
 from torchwhere.pipeline.report import report_on
 from torchwhere.pipeline.verdict import diagnose_folder

@@ -128,7 +128,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _write(job: AttachedJob, out: Path) -> None:
-    from torchwhere.gpus.side_file import write_gpus
+    from torchwhere.gpus.samples import write_gpus
     from torchwhere.pipeline.attach import copy_dumps
     from torchwhere.processes.observation_files import write_observations
 
@@ -140,7 +140,7 @@ def _write(job: AttachedJob, out: Path) -> None:
 
 
 def _read(folder: str) -> AttachedJob:
-    from torchwhere.gpus.side_file import read_gpus
+    from torchwhere.gpus.samples import read_gpus
     from torchwhere.pipeline.attach import AttachedJob, saved_dumps
     from torchwhere.processes.observation_files import read_observations
 

@@ -1,24 +1,29 @@
 """Reads the GPUs of this host with NVML, through the package `nvidia-ml-py` (module `pynvml`).
 
-Only a monitor uses it, never the training process. NVML creates no CUDA context and does not wait
-for kernels, but a call may block if a GPU no longer answers: `monitor/gpu_sampler.py` calls it in
-its own thread. A query that NVML does not support, or refuses, gives None.
+Only a monitor and `torchwhere attach` use it, never the training process. NVML creates no CUDA
+context and does not wait for kernels, but a call may block if a GPU no longer answers:
+`monitor/gpu_sampler.py` and `look_at_gpus` call it in a thread. A query that NVML does not support,
+or refuses, gives None.
 """
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import StrEnum
 from importlib import import_module
 from typing import Any, TypeVar
 
-from torchwhere.gpus.samples import CLOCK_REASONS, Gpu, GpuSample, Xid, bare_uuid
+from torchwhere.gpus.samples import CLOCK_REASONS, Gpu, GpuSample, HostGpus, Xid, bare_uuid
 
 T = TypeVar("T")
 _NO_WAIT_MS = 0
 _MOST_XIDS_AT_ONCE = 16
+_PATIENCE_S = 5.0
+Devices = dict[int, tuple[dict[str, str], ...]]  # the GPUs of a process, as a box names them
 
 
 class Problem(StrEnum):
@@ -143,10 +148,8 @@ class Nvml:
             return None
         uuid = bare_uuid(_text(uuid))
         self._handles[uuid] = handle
-        memory, pci = (
-            ask(nvml.nvmlDeviceGetMemoryInfo, handle),
-            ask(nvml.nvmlDeviceGetPciInfo, handle),
-        )
+        memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        pci = ask(nvml.nvmlDeviceGetPciInfo, handle)
         return Gpu(
             uuid=uuid,
             index=index,
@@ -219,3 +222,45 @@ def _text(value: str | bytes) -> str:
 
 def _watts(milliwatts: int | None) -> float | None:
     return milliwatts / 1000 if milliwatts is not None else None
+
+
+# -- one look --------------------------------------------------------------------------------------
+# NVML may block if a GPU no longer answers, so it runs in a thread that the caller does not wait
+# for. Without NVML, or without an answer, the result is empty.
+
+
+def look_at_gpus(pids: Collection[int]) -> tuple[HostGpus | None, Devices]:
+    """The GPUs of this host, and those that each of these processes uses.
+
+    Example:
+        host_gpus, devices = look_at_gpus([4711])
+    """
+    answers: list[tuple[HostGpus, Devices]] = []
+    thread = threading.Thread(target=_look, args=(set(pids), answers), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    return answers[0] if answers else (None, {})
+
+
+def _look(pids: set[int], answers: list[tuple[HostGpus, Devices]]) -> None:
+    try:
+        nvml = open_nvml()
+    except NvmlError:
+        return
+    try:
+        gpus = nvml.gpus()
+        devices: Devices = {}
+        for gpu in gpus:
+            for pid in pids.intersection(nvml.processes(gpu)):
+                devices[pid] = (*devices.get(pid, ()), _device(gpu))
+        samples = tuple(replace(gpu, samples=(nvml.sample(gpu),)) for gpu in gpus)
+        host = HostGpus(socket.gethostname(), driver=nvml.driver(), gpus=samples)
+        answers.append((host, devices))
+    except Exception:  # a driver may fail in ways that NVML does not name
+        return
+    finally:
+        nvml.close()
+
+
+def _device(gpu: Gpu) -> dict[str, str]:
+    return {"type": "cuda", "uuid": gpu.uuid, "pci": gpu.pci}

@@ -1,15 +1,26 @@
 """What NVML reports about a GPU: its identity, samples over time, and errors.
 
-These classes are also the content of `gpu-<host>.json` (`docs/format.md`). Reading a file never
-raises: a value of the wrong type counts as unknown.
+These classes are also the content of `gpu-<host>.json` (`docs/format.md`), the file in the folder
+of a run in which the monitor of a host stores its samples. The file has a bounded size: the last
+`KEPT` samples of each GPU, about 6 KB a GPU. It is replaced atomically. Reading a file never
+raises: a damaged file is ignored, and a value of the wrong type counts as unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from torchwhere.core.atomic_file import replace_file
+
+KEPT = 24  # samples of each GPU
+SAMPLE_S = 5.0
+_PREFIX = "gpu-"
+_MOST_BYTES = 1 << 22
 _MOST_GPUS = 64
 _MOST_SAMPLES = 256
 _MOST_XIDS = 16
@@ -56,19 +67,13 @@ class GpuSample:
     def from_dict(cls, value: Mapping[str, Any]) -> GpuSample:
         reasons = value.get("reasons")
         names = CLOCK_REASONS.values()
+        known = [name for name in reasons if name in names] if isinstance(reasons, list) else None
         return cls(
             t_ns=_int(value.get("t_ns")) or 0,
-            reasons=tuple(name for name in reasons if name in names)
-            if isinstance(reasons, list)
-            else None,
-            sm_mhz=_int(value.get("sm_mhz")),
-            memory_mhz=_int(value.get("memory_mhz")),
-            temperature_c=_int(value.get("temperature_c")),
+            reasons=tuple(known) if known is not None else None,
             power_w=_float(value.get("power_w")),
             power_limit_w=_float(value.get("power_limit_w")),
-            used_bytes=_int(value.get("used_bytes")),
-            busy_percent=_int(value.get("busy_percent")),
-            ecc_uncorrected=_int(value.get("ecc_uncorrected")),
+            **_optional_ints(cls, value),
         )
 
 
@@ -104,11 +109,7 @@ class Gpu:
             index=_int(value.get("index")) or 0,
             name=str(value.get("name", "")),
             pci=str(value.get("pci", "")),
-            sm_max_mhz=_int(value.get("sm_max_mhz")),
-            memory_max_mhz=_int(value.get("memory_max_mhz")),
-            total_bytes=_int(value.get("total_bytes")),
             instances=tuple(map(bare_uuid, _list(value.get("instances"), most=_MOST_GPUS))),
-            ecc_at_start=_int(value.get("ecc_at_start")),
             knows_xids=value.get("knows_xids") is True,
             xids=tuple(
                 Xid(_int(xid.get("number")) or 0, _int(xid.get("t_ns")) or 0)
@@ -117,6 +118,7 @@ class Gpu:
             samples=tuple(
                 map(GpuSample.from_dict, _dicts(value.get("samples"), most=_MOST_SAMPLES))
             ),
+            **_optional_ints(cls, value),
         )
 
 
@@ -128,7 +130,7 @@ class HostGpus:
     problem: str | None = None  # a value of `Problem`
     problem_detail: str = ""
     driver: str = ""
-    gpus: tuple[Gpu, ...] = field(default=())
+    gpus: tuple[Gpu, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -149,6 +151,12 @@ def _int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def _optional_ints(cls: type[Gpu | GpuSample], value: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all fields that are an integer or unknown."""
+    names = [field.name for field in fields(cls) if field.type == "int | None"]
+    return {name: _int(value.get(name)) for name in names}
+
+
 def _float(value: Any) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number else None
@@ -160,3 +168,71 @@ def _list(value: Any, *, most: int) -> list[Any]:
 
 def _dicts(value: Any, *, most: int) -> list[dict[str, Any]]:
     return [entry for entry in _list(value, most=most) if isinstance(entry, dict)]
+
+
+# -- the file of a host ----------------------------------------------------------------------------
+
+
+def write_gpus(folder: Path, host_gpus: HostGpus) -> bool:
+    """Replace the file of a host. Returns False if the system refuses."""
+    name = re.sub(r"[^\w.-]", "_", host_gpus.host)
+    content = json.dumps(host_gpus.to_dict(), separators=(",", ":"))
+    return replace_file(folder / f"{_PREFIX}{name}.json", content)
+
+
+def read_gpus(folder: Path) -> list[HostGpus]:
+    """Read the files of all hosts."""
+    hosts = []
+    for path in sorted(folder.glob(f"{_PREFIX}*.json")):
+        value = _json(path)
+        if isinstance(value, dict):
+            hosts.append(HostGpus.from_dict(value))
+    return hosts
+
+
+def _json(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            return json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+# -- the GPUs of a rank ----------------------------------------------------------------------------
+# A box names the devices of its process by UUID and PCI address: processes number only the devices
+# that they see, so the index of a process says nothing on its host.
+
+
+def devices_of(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The devices that a box names."""
+    devices = meta.get("devices")
+    entries = devices if isinstance(devices, list) else []
+    return [device for device in entries if isinstance(device, dict)]
+
+
+def host_name(meta: Mapping[str, Any]) -> str:
+    """The host of a box, also of one that only a snapshot of another host describes."""
+    return str(meta.get("source_host") or meta.get("host") or "")
+
+
+def host_of(meta: Mapping[str, Any], hosts: Sequence[HostGpus]) -> HostGpus | None:
+    """The GPUs of the host of a box; None if no monitor sampled them."""
+    return next((host for host in hosts if host.host == host_name(meta)), None)
+
+
+def gpu_of(device: Mapping[str, Any], host: HostGpus) -> Gpu | None:
+    """The GPU that a box names, by UUID or that of a MIG instance, else by PCI address."""
+    uuid, pci = bare_uuid(device.get("uuid") or ""), str(device.get("pci") or "").lower()
+    for gpu in host.gpus:
+        if uuid and (uuid == gpu.uuid or uuid in gpu.instances):
+            return gpu
+    return next((gpu for gpu in host.gpus if pci and pci == gpu.pci), None)
+
+
+def gpus_of(meta: Mapping[str, Any], hosts: Sequence[HostGpus]) -> list[Gpu]:
+    """The GPUs of a rank, as far as they are known."""
+    host = host_of(meta, hosts)
+    if host is None:
+        return []
+    gpus = (gpu_of(device, host) for device in devices_of(meta))
+    return [gpu for gpu in gpus if gpu is not None]

@@ -11,8 +11,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun
-from torchwhere.gpus.samples import HostGpus
-from torchwhere.gpus.side_file import read_gpus
+from torchwhere.gpus.samples import HostGpus, read_gpus
 from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
 from torchwhere.monitor.single import (

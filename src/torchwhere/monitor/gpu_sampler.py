@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.gpus.nvml import Nvml, NvmlError, Problem, open_nvml
-from torchwhere.gpus.samples import Gpu, HostGpus, Xid
-from torchwhere.gpus.side_file import KEPT, SAMPLE_S, write_gpus
+from torchwhere.gpus.samples import KEPT, SAMPLE_S, Gpu, HostGpus, Xid, write_gpus
 
 _MOST_XIDS = 16
 _STOP_S = 2.0

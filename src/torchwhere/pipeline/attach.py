@@ -33,8 +33,8 @@ from torchwhere.diagnose.stack_hang import (
 from torchwhere.flight_recorder.dumps import read_files
 from torchwhere.flight_recorder.evidence import ask_for_dumps, find_dumps
 from torchwhere.flight_recorder.verdict import diagnose_dumps
+from torchwhere.gpus.nvml import look_at_gpus
 from torchwhere.gpus.samples import HostGpus
-from torchwhere.gpus.single_look import look_at_gpus
 from torchwhere.processes.observation import RankObservation
 from torchwhere.render.verdict_text.assemble import verdict_of
 from torchwhere.render.verdict_text.stacks import (

@@ -29,8 +29,7 @@ from torchwhere.diagnose.doctor.pauses import MOST_ASKED
 from torchwhere.diagnose.doctor.rules.no_fault import Standstill
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
-from torchwhere.gpus.samples import HostGpus
-from torchwhere.gpus.side_file import read_gpus
+from torchwhere.gpus.samples import HostGpus, read_gpus
 from torchwhere.processes.look import look, merged, saved_stack
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.processes.worker_stacks import with_workers

@@ -16,9 +16,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import read_box
 from torchwhere.core.errors import TorchwhereError, nothing_recorded
 from torchwhere.diagnose.live.run import RunNow
-from torchwhere.gpus.match import gpus_of
-from torchwhere.gpus.samples import Gpu
-from torchwhere.gpus.side_file import read_gpus
+from torchwhere.gpus.samples import Gpu, gpus_of, read_gpus
 from torchwhere.render.lines import Line
 from torchwhere.render.screen import Screen, has_colour, is_ascii
 from torchwhere.render.top import body_height, screen_lines

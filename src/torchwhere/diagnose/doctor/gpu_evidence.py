@@ -18,8 +18,16 @@ from typing import Any, NamedTuple
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, VerdictKind
-from torchwhere.gpus.match import devices_of, gpu_of, gpus_of, host_name, host_of
-from torchwhere.gpus.samples import Gpu, GpuSample, bare_uuid
+from torchwhere.gpus.samples import (
+    Gpu,
+    GpuSample,
+    bare_uuid,
+    devices_of,
+    gpu_of,
+    gpus_of,
+    host_name,
+    host_of,
+)
 
 _MOST_RANKS = 4
 _MOST_DEVICES = 4  # of a rank

@@ -18,8 +18,7 @@ from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.report.texts import cut, event_text, milliseconds, place_text
 from torchwhere.gpus.labels import gpu_label, memory_label
-from torchwhere.gpus.match import gpus_of
-from torchwhere.gpus.samples import HostGpus
+from torchwhere.gpus.samples import HostGpus, gpus_of
 
 MOST_RANKS = 64
 _MOST_CULPRITS = 32

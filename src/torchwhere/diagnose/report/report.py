@@ -36,7 +36,7 @@ from torchwhere.diagnose.report.phase_heat import PhaseHeat, job_step_parts, pha
 from torchwhere.diagnose.report.ranks import Ranks, newest_ns, ranks
 from torchwhere.diagnose.report.steps import Steps, steps
 from torchwhere.diagnose.report.texts import cut
-from torchwhere.gpus.side_file import read_gpus
+from torchwhere.gpus.samples import read_gpus
 
 VERSION = 1
 _MOST_LAYOUTS = 256

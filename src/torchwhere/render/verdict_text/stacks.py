@@ -22,7 +22,7 @@ from torchwhere.diagnose.stack_hang import (
 )
 from torchwhere.diagnose.stack_position import WAITS_FOR_ONE, PositionKind
 from torchwhere.gpus.labels import gpu_label
-from torchwhere.gpus.match import gpus_of
+from torchwhere.gpus.samples import gpus_of
 from torchwhere.processes.observation import HelperObservation, RankObservation
 from torchwhere.processes.py_spy import Refusal
 from torchwhere.processes.status import STOPPED
