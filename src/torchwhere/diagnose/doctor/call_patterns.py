@@ -59,7 +59,7 @@ class Roles:
     def of(self, rank: int, key: StreamKey) -> Role:
         group = self._job_calls.group(key)
         role = self._of_groups[rank].get(group.name, Role(-1, len(group.ranks)))
-        if key.source == key.destination:
+        if not key.is_p2p:
             return role
         peer, direction = (key.destination, "send") if key.source == rank else (key.source, "recv")
         if rank not in group.ranks or peer not in group.ranks:
@@ -75,7 +75,7 @@ class Roles:
     def of_messages(self, rank: int) -> frozenset[Role]:
         """The roles in which a rank has sent or received messages."""
         keys = self._job_calls.by_rank[rank].counts
-        return frozenset(self.of(rank, key) for key in keys if key.source != key.destination)
+        return frozenset(self.of(rank, key) for key in keys if key.is_p2p)
 
 
 MOST_CALLS = 4096  # newest calls of a rank
@@ -116,13 +116,13 @@ class Patterns:
     for."""
 
     def __init__(self, job_calls: JobCalls, *, ranks: int) -> None:
-        self._job_calls = job_calls
+        self.job_calls = job_calls
         self._most = max(_LEAST_CALLS, min(MOST_CALLS, _MOST_OF_ALL // max(1, ranks)))
         self._known: dict[int, Pattern] = {}
 
     def of(self, rank: int) -> Pattern:
         if rank not in self._known:
-            rank_calls = self._job_calls.by_rank.get(rank)
+            rank_calls = self.job_calls.by_rank.get(rank)
             self._known[rank] = (
                 _pattern(rank_calls, self._most) if rank_calls is not None else Pattern()
             )
@@ -130,7 +130,7 @@ class Patterns:
 
     @cached_property
     def roles(self) -> Roles:
-        return Roles(self._job_calls)
+        return Roles(self.job_calls)
 
 
 class Unexpected(NamedTuple):
@@ -210,17 +210,18 @@ class Sequence(NamedTuple):
     records: list[int]
     text: str  # one character per call, equal for calls of one stream and call site
 
+    def call(self, at: int) -> Call:
+        return self.keys[self.streams[at]], self.numbers[at]
+
 
 def _pattern(rank_calls: RankCalls, most: int) -> Pattern:
     calls = sequence(rank_calls, most)
     unexpected, expected = unexpected_tokens([ord(character) for character in calls.text])
+    newest = unexpected[-_MOST_DEVIATIONS:]
+    deviations = (_deviation(rank_calls.rank, calls, token) for token in newest)
     return Pattern(
-        deviations=tuple(
-            deviation
-            for token in unexpected[-_MOST_DEVIATIONS:]
-            if (deviation := _deviation(rank_calls.rank, calls, token)) is not None
-        ),
-        expected=frozenset((calls.keys[calls.streams[at]], calls.numbers[at]) for at in expected),
+        tuple(deviation for deviation in deviations if deviation is not None),
+        frozenset(map(calls.call, expected)),
     )
 
 
@@ -238,8 +239,8 @@ def _deviation(rank: int, calls: Sequence, unexpected: Unexpected) -> Deviation 
         rank=rank,
         record=calls.records[at],
         due=tuple(_next(calls, text.rfind(character, 0, at), at) for character in due),
-        issued=(calls.keys[calls.streams[at]], calls.numbers[at]),
-        like=(calls.keys[calls.streams[like]], calls.numbers[like]),
+        issued=calls.call(at),
+        like=calls.call(like),
         rounds=rounds[first] + 1,
         is_new=text.find(text[at], 0, at) < 0,
         is_skip=text.find(first + text[at], 0, at) >= 0,
@@ -267,13 +268,10 @@ def sequence(rank_calls: RankCalls, most: int) -> Sequence:
         np.concatenate(column) for column in zip(*columns, strict=True)
     )
     order = np.argsort(records, kind="stable")[-most:]
-    tokens = np.unique(site_ids[order] * len(keys) + streams[order], return_inverse=True)[
-        1
-    ].tolist()
-    text = "".join(map(chr, tokens))
-    return Sequence(
-        keys, streams[order].tolist(), numbers[order].tolist(), records[order].tolist(), text
-    )
+    streams, numbers, records = streams[order], numbers[order], records[order]
+    _, tokens = np.unique(site_ids[order] * len(keys) + streams, return_inverse=True)
+    text = "".join(map(chr, tokens.tolist()))
+    return Sequence(keys, streams.tolist(), numbers.tolist(), records.tolist(), text)
 
 
 def _column(index: int, calls: StreamCalls, mine: CallSite) -> tuple[npt.NDArray[np.int64], ...]:

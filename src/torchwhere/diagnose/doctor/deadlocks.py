@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.call_patterns import Call, Deviation, Patterns
 from torchwhere.diagnose.doctor.majority import Majority
-from torchwhere.diagnose.doctor.waits import Wait
+from torchwhere.diagnose.doctor.waits import Wait, links, missing_once
 
 _ASKED = 16  # members of a group that are checked for the same deviation
 _COMPANIONS = 64  # ranks that wait in the same call
@@ -69,26 +70,23 @@ def blame(
     `waits` are all waits of the job. The last calls of `unread` ranks are unknown.
     """
     patterns = Patterns(job_calls, ranks=len(cycle))
-    links = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
-    signs = [
-        sign for wait, other in links for sign in _signs(job_calls, patterns, wait, other.rank)
-    ]
+    signs = [sign for wait, other in links(cycle) for sign in _signs(patterns, wait, other.rank)]
     majority = Majority(job_calls, patterns.roles, ranks=[wait.rank for wait in cycle])
     outvoted = frozenset(majority.outvoted(cycle))
     is_outvoted = 0 < len(outvoted) < len(cycle)
     if is_outvoted:
         deviated = {sign.deviation for sign in signs if sign.deviation.rank in outvoted}
     else:
-        deviated = {sign.deviation for sign in signs if not _is_shared(job_calls, patterns, sign)}
+        deviated = {sign.deviation for sign in signs if not _is_shared(patterns, sign)}
     own = sorted(deviated, key=lambda deviation: (deviation.rank, deviation.record))
     culprits = outvoted if is_outvoted else frozenset(deviation.rank for deviation in own)
     # what more than half of them did is part of the program
     if 0 < 2 * len(culprits) <= len(cycle):
-        blamed = _blame_deviations(job_calls, patterns, cycle, waits, culprits, own)
+        blamed = _blame_deviations(patterns, cycle, waits, culprits, own)
         return replace(blamed, is_outvoted=is_outvoted)
     if any(wait.rank in unread for wait in cycle):
         return Blame()
-    stayed = {rank for sign in signs for rank in _stayed(job_calls, patterns, sign, cycle)}
+    stayed = {rank for sign in signs for rank in _stayed(patterns, sign, cycle)}
     if 0 < len(stayed) < len(cycle):
         return Blame(tuple(sorted(stayed)), have_stayed=True)
     strays = _out_of_line(job_calls, cycle)
@@ -96,7 +94,6 @@ def blame(
 
 
 def _blame_deviations(
-    job_calls: JobCalls,
     patterns: Patterns,
     cycle: list[Wait],
     waits: Mapping[int, Wait],
@@ -108,7 +105,7 @@ def _blame_deviations(
         other for rank in culprits for other in _companions(patterns, own, waits[rank], waits)
     }
     changes_only_peer = bool(own) and all(
-        _changes_only_peer(job_calls.by_rank[deviation.rank], deviation) for deviation in own
+        _changes_only_peer(patterns.job_calls, deviation) for deviation in own
     )
     have_all_deviated = {deviation.rank for deviation in own} == culprits
     is_sure = _is_sure(patterns, cycle, own, changes_only_peer=changes_only_peer)
@@ -120,19 +117,18 @@ def _blame_deviations(
     )
 
 
-def has_skipped(job_calls: JobCalls, patterns: Patterns, rank: int, wait: Wait) -> bool:
+def has_skipped(patterns: Patterns, rank: int, wait: Wait) -> bool:
     """Whether a rank skipped, against its usual pattern, what another rank waits for."""
     return any(
-        sign.deviation.rank == rank and not _is_shared(job_calls, patterns, sign)
-        for sign in _signs(job_calls, patterns, wait, rank)
+        sign.deviation.rank == rank and not _is_shared(patterns, sign)
+        for sign in _signs(patterns, wait, rank)
     )
 
 
-def switched_peer(job_calls: JobCalls, patterns: Patterns, wait: Wait) -> bool:
+def switched_peer(patterns: Patterns, wait: Wait) -> bool:
     """Whether a waiting rank uses another peer than it always used on that line."""
-    rank_calls, call = job_calls.by_rank[wait.rank], (wait.key, wait.number)
     return any(
-        deviation.issued == call and _changes_only_peer(rank_calls, deviation)
+        deviation.issued == wait.call and _changes_only_peer(patterns.job_calls, deviation)
         for deviation in patterns.of(wait.rank).deviations
     )
 
@@ -140,9 +136,9 @@ def switched_peer(job_calls: JobCalls, patterns: Patterns, wait: Wait) -> bool:
 # -- links -----------------------------------------------------------------------------------------
 
 
-def _signs(job_calls: JobCalls, patterns: Patterns, wait: Wait, other: int) -> Iterator[_Sign]:
+def _signs(patterns: Patterns, wait: Wait, other: int) -> Iterator[_Sign]:
     """Deviations of a waiting rank, or of the awaited one, in the stream of the wait."""
-    since, others_since = _last_agreed(job_calls, wait.key, wait.rank, other)
+    since, others_since = _last_agreed(patterns.job_calls, wait.key, wait.rank, other)
     for deviation in patterns.of(wait.rank).deviations:
         if deviation.issued[0] == wait.key and deviation.record > since:
             yield _Sign(deviation, left_out=None)
@@ -157,34 +153,32 @@ def _left_out(deviation: Deviation, key: StreamKey) -> set[Call]:
     return {call for call in deviation.due if call[0] == key} - {deviation.issued}
 
 
-def _is_shared(job_calls: JobCalls, patterns: Patterns, sign: _Sign) -> bool:
+def _is_shared(patterns: Patterns, sign: _Sign) -> bool:
     """Whether most of the others made the same deviation: then it is part of the program."""
-    key, number = sign.deviation.issued
-    went_on = _most(
-        patterns,
-        _alike(job_calls, patterns, sign.deviation),
-        lambda deviation: deviation.issued == (key, number),
-    )
-    if went_on or sign.left_out is None:
-        return went_on
-    key, due = sign.left_out, _left_out(sign.deviation, sign.left_out)
+    deviation = sign.deviation
+    if _most(patterns, _alike(patterns, deviation), lambda other: other.issued == deviation.issued):
+        return True
+    if sign.left_out is None:
+        return False
+    key, due = sign.left_out, _left_out(deviation, sign.left_out)
     return _most(
         patterns,
-        _others(job_calls, key, sign.deviation.rank),
-        lambda deviation: not due.isdisjoint(_left_out(deviation, key)),
+        _others(patterns.job_calls, key, deviation.rank),
+        lambda other: not due.isdisjoint(_left_out(other, key)),
     )
 
 
-def _alike(job_calls: JobCalls, patterns: Patterns, deviation: Deviation) -> list[int]:
+def _alike(patterns: Patterns, deviation: Deviation) -> list[int]:
     """Ranks that could have made the same deviation: members of the stream it continued with, with
     the role that it left.
 
     A rank without that role continues in any case, which proves nothing.
     """
-    others = _others(job_calls, deviation.issued[0], deviation.rank)
-    roles = patterns.roles
-    left = roles.of(deviation.rank, deviation.like[0])
-    return [rank for rank in others if left.direction or roles.takes_part(rank, left)]
+    others = _others(patterns.job_calls, deviation.issued[0], deviation.rank)
+    left = patterns.roles.of(deviation.rank, deviation.like[0])
+    if left.direction:
+        return others
+    return [rank for rank in others if patterns.roles.takes_part(rank, left)]
 
 
 def _most(patterns: Patterns, ranks: list[int], did: Callable[[Deviation], bool]) -> bool:
@@ -197,15 +191,9 @@ def _companions(
     """Awaited ranks that wait in the same call as a culprit and came there by the same
     deviation."""
     issued = {deviation.issued for deviation in own if deviation.rank == wait.rank}
-    missing = {
-        rank
-        for ranks in {id(other.missing): other.missing for other in waits.values()}.values()
-        for rank in ranks
-    }
+    missing = set().union(*missing_once(waits))
     together = [
-        rank
-        for rank, other in waits.items()
-        if (other.key, other.number) == (wait.key, wait.number) and rank in missing
+        rank for rank, other in waits.items() if other.call == wait.call and rank in missing
     ]
     return [
         rank
@@ -223,7 +211,7 @@ def _last_agreed(job_calls: JobCalls, key: StreamKey, rank: int, other: int) -> 
     ranks = [job_calls.by_rank[member] for member in (rank, other)]
     latest = -1, -1
     for common in ranks[0].calls.keys() & ranks[1].calls.keys():
-        if common == key or common.source != common.destination:
+        if common == key or common.is_p2p:
             continue
         calls = [rank_calls.calls[common] for rank_calls in ranks]
         first = max(stream.first for stream in calls)
@@ -233,19 +221,14 @@ def _last_agreed(job_calls: JobCalls, key: StreamKey, rank: int, other: int) -> 
         records = [
             stream.records()[first - stream.first : last + 1 - stream.first] for stream in calls
         ]
-        ahead = np.subtract(
-            *(
-                _issued_before(rank_calls, key, when)
-                for rank_calls, when in zip(ranks, records, strict=True)
-            )
-        )
+        ahead = np.subtract(*map(partial(_issued_before, key), ranks, records))
         at = int(np.flatnonzero(ahead == ahead[0])[-1])
         latest = max(latest, (int(records[0][at]), int(records[1][at])))
     return latest
 
 
 def _issued_before(
-    rank_calls: RankCalls, key: StreamKey, records: npt.NDArray[np.int64]
+    key: StreamKey, rank_calls: RankCalls, records: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """How many calls of a stream a rank had issued at each of these records."""
     calls = rank_calls.calls.get(key)
@@ -274,15 +257,13 @@ def _fewest(job_calls: JobCalls, cycle: list[Wait], waits: Mapping[int, Wait]) -
     rank on each side, which proves nothing: both ranks of a cycle of two are named, and no rank of
     a longer one, nor of two sides with several ranks each.
     """
-    by_call: dict[tuple[StreamKey, int], list[int]] = {
-        (wait.key, wait.number): [] for wait in cycle
-    }
+    by_call: dict[Call, list[int]] = {wait.call: [] for wait in cycle}
     in_all = frozenset.intersection(*(frozenset(job_calls.members(key)) for key, _ in by_call))
     for rank, wait in waits.items():
-        if (wait.key, wait.number) in by_call and rank in in_all:
-            by_call[wait.key, wait.number].append(rank)
+        if wait.call in by_call and rank in in_all:
+            by_call[wait.call].append(rank)
     sizes = sorted(by_call.values(), key=len)
-    is_of_groups = all(key.source == key.destination for key, _ in by_call)
+    is_of_groups = not any(key.is_p2p for key, _ in by_call)
     if is_of_groups and 0 < len(sizes[0]) < len(sizes[-1]):
         return tuple(
             sorted(rank for ranks in sizes if len(ranks) == len(sizes[0]) for rank in ranks)
@@ -305,40 +286,38 @@ def _is_sure(
         for deviation in own
     )
     return is_clear and all(
-        (wait.key, wait.number) in patterns.of(wait.rank).expected
-        for wait in cycle
-        if wait.rank not in blamed
+        wait.call in patterns.of(wait.rank).expected for wait in cycle if wait.rank not in blamed
     )
 
 
-def _stayed(job_calls: JobCalls, patterns: Patterns, sign: _Sign, cycle: list[Wait]) -> list[int]:
+def _stayed(patterns: Patterns, sign: _Sign, cycle: list[Wait]) -> list[int]:
     """Ranks of the cycle that did not follow where most of their group went."""
-    if not _is_shared(job_calls, patterns, sign):
+    if not _is_shared(patterns, sign):
         return []
-    key, number = sign.deviation.issued
-    taking_part = frozenset(job_calls.members(key))
-    ranks = [wait.rank for wait in cycle if wait.rank in taking_part]
+    (key, number), job_calls = sign.deviation.issued, patterns.job_calls
+    ranks = {wait.rank for wait in cycle}.intersection(job_calls.members(key))
     return [rank for rank in ranks if job_calls.by_rank[rank].counts.get(key, 0) <= number]
 
 
 # -- wrong peers -----------------------------------------------------------------------------------
 
 
-def _changes_only_peer(rank_calls: RankCalls, deviation: Deviation) -> bool:
+def _changes_only_peer(job_calls: JobCalls, deviation: Deviation) -> bool:
     """Whether a deviation changes only the peer: same line, same direction, another rank."""
+    rank_calls = job_calls.by_rank[deviation.rank]
     due, issued = deviation.like[0], deviation.issued[0]
     is_same_way = due.group == issued.group and (due.source == issued.source) != (
         due.destination == issued.destination
     )
     places = rank_calls.place_of(*deviation.like), rank_calls.place_of(*deviation.issued)
     lines = {place.full_line if place is not None else None for place in places}
-    return is_same_way and due.source != due.destination and len(lines) == 1 and deviation.is_new
+    return is_same_way and due.is_p2p and len(lines) == 1 and deviation.is_new
 
 
 def _out_of_line(job_calls: JobCalls, cycle: list[Wait]) -> tuple[int, ...]:
     """Ranks that wait for a first message with a peer at another distance than all others use on
     that line."""
-    first = [wait for wait in cycle if wait.key.source != wait.key.destination and wait.number == 0]
+    first = [wait for wait in cycle if wait.key.is_p2p and wait.number == 0]
     strays = tuple(wait.rank for wait in first if _is_out_of_line(job_calls, wait))
     return strays if len(strays) < len(cycle) else ()
 
@@ -367,11 +346,8 @@ def _peer_offset(
     """Group, direction, line and peer distance of the last message of a stream."""
     calls = job_calls.by_rank[rank].calls.get(key)
     peer = key.destination if key.source == rank else key.source
-    if calls is None or key.source == key.destination or rank not in ranks or peer not in ranks:
+    if calls is None or not key.is_p2p or rank not in ranks or peer not in ranks:
         return None
     line = calls.of(calls.last)[1].site_id[2]
-    return (
-        (key.group, key.source == rank, line, (ranks.index(peer) - ranks.index(rank)) % len(ranks))
-        if line
-        else None
-    )
+    distance = (ranks.index(peer) - ranks.index(rank)) % len(ranks)
+    return (key.group, key.source == rank, line, distance) if line else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.call_patterns import Role, Roles, sequence
-from torchwhere.diagnose.doctor.waits import Wait
+from torchwhere.diagnose.doctor.waits import Wait, links
 
 _VOTERS = 64  # ranks, spread over the job
 _CALLS = 1024  # of each rank, the newest
@@ -44,7 +44,7 @@ class Majority:
         complete = [
             rank
             for rank, rank_calls in job_calls.by_rank.items()
-            if _is_complete(job_calls, rank_calls)
+            if job_calls.has_data(rank) and not rank_calls.has_lost_its_newest
         ]
         sample = complete[:: max(1, len(complete) // _VOTERS)][:_VOTERS]
         wanted = {*sample, *(rank for rank in ranks if rank in job_calls.by_rank)}
@@ -55,19 +55,18 @@ class Majority:
     def outvoted(self, cycle: list[Wait]) -> list[int]:
         """The ranks of a cycle that most others contradict since their last call in the awaited
         stream."""
-        links = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
-        return sorted({own.rank for wait, own in links if self.is_outvoted(own, awaited_in=wait)})
+        return sorted(
+            {own.rank for wait, own in links(cycle) if self.is_outvoted(own, awaited_in=wait)}
+        )
 
     def is_outvoted(self, wait: Wait, *, awaited_in: Wait | None = None) -> bool:
         """Whether a waiting rank took a different path than most: to the call it waits in, or
         since its last call in the stream in which another rank waits for it."""
         path = self._paths.get(wait.rank)
-        own = (
-            path.at.get((self._roles.of(wait.rank, wait.key), wait.number))
-            if path is not None
-            else None
-        )
-        if path is None or own is None:
+        if path is None:
+            return False
+        own = path.at.get((self._roles.of(wait.rank, wait.key), wait.number))
+        if own is None:
             return False
         start = own
         if awaited_in is not None and awaited_in.number == 0:
@@ -100,10 +99,6 @@ class Majority:
             )
             if has_choice and _has_same_context(path, index, theirs, at):
                 yield theirs.tokens[at]
-
-
-def _is_complete(job_calls: JobCalls, rank_calls: RankCalls) -> bool:
-    return job_calls.has_data(rank_calls.rank) and not rank_calls.has_lost_its_newest
 
 
 def _has_same_context(path: _Path, index: int, theirs: _Path, at: int) -> bool:

@@ -134,7 +134,7 @@ def _undamaged(job_calls: JobCalls, window: CallWindow) -> CallWindow | None:
 
 def _in_call_site(job_calls: JobCalls, whole: CallWindow) -> Mismatch | None:
     window = _undamaged(job_calls, whole)
-    if window is None or len(window.heads) == 1 or window.key.source != window.key.destination:
+    if window is None or len(window.heads) == 1 or window.key.is_p2p:
         return None
     if _takes_turns(window):
         return None
@@ -160,7 +160,7 @@ def _in_step(window: CallWindow) -> Mismatch | None:
     Ranks that never agreed count their steps differently, which is allowed. Ranks that ran out of
     input in a `Join` have lower step counts from then on.
     """
-    if len(window.heads) == 1 or window.key.source != window.key.destination:
+    if len(window.heads) == 1 or window.key.is_p2p:
         return None
     ahead = window.steps != window.steps[0]
     if not ahead.any():

@@ -348,21 +348,11 @@ def _waited_ns(job_calls: JobCalls, window: CallWindow, row: int, column: int) -
 
 
 def _others(job_calls: JobCalls, key: StreamKey, rank: int) -> Iterator[int]:
-    ends = (
-        job_calls.members(key) if key.source == key.destination else (key.source, key.destination)
-    )
-    return (other for other in ends if other != rank and other in job_calls.by_rank)
+    members = job_calls.members(key)
+    return (other for other in members if other != rank and other in job_calls.by_rank)
 
 
 def _between(calls: StreamCalls, span: tuple[int, int]) -> range:
     """The numbers of a stream that were issued between two records."""
-    low, high = (_first_after(calls, record) for record in span)
-    return range(low, high)
-
-
-def _first_after(calls: StreamCalls, record: int) -> int:
-    low, high = calls.first, calls.last + 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if calls.record(middle) <= record else (low, middle)
-    return low
+    low, high = np.searchsorted(calls.records(), span, side="right").tolist()
+    return range(calls.first + low, calls.first + high)

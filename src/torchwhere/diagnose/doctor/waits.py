@@ -9,10 +9,10 @@ ranks share one tuple of them: thousands may wait for thousands.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
@@ -31,6 +31,11 @@ class Wait:
     missing: tuple[int, ...]  # ranks that have not issued it, or cannot complete it
     no_data: tuple[int, ...]  # members without data
 
+    @property
+    def call(self) -> tuple[StreamKey, int]:
+        """The collective: its stream and its number."""
+        return self.key, self.number
+
 
 def waits(
     job_calls: JobCalls, *, held: Collection[int] = (), failed_in_it: Collection[int] = ()
@@ -44,21 +49,16 @@ def waits(
     for rank, rank_calls in job_calls.by_rank.items():
         for key, count in rank_calls.counts.items() if job_calls.has_data(rank) else ():
             streams.setdefault(key, {})[rank] = count
-    candidates: defaultdict[int, list[Wait]] = defaultdict(list)
-    for key, counts in streams.items():
-        for wait in _incomplete(job_calls, key, counts):
-            candidates[wait.rank].append(wait)
-    by_rank = {rank: _blocking(job_calls.by_rank[rank], own) for rank, own in candidates.items()}
-    passed = (
-        {
-            _left(rank_calls)
-            for rank, rank_calls in job_calls.by_rank.items()
-            if rank not in failed_in_it
-        }
-        if held
-        else set()
+    candidates = grouped(
+        (wait.rank, wait)
+        for key, counts in streams.items()
+        for wait in _incomplete(job_calls, key, counts)
     )
-    by_rank = _waits_for_held(job_calls, held, streams, by_rank, passed) | by_rank
+    by_rank = {rank: _blocking(job_calls.by_rank[rank], own) for rank, own in candidates.items()}
+    if held:
+        ranks = job_calls.by_rank.items()
+        passed = {_left(rank_calls) for rank, rank_calls in ranks if rank not in failed_in_it}
+        by_rank = _waits_for_held(job_calls, held, streams, by_rank, passed) | by_rank
     by_rank |= _waits_for_no_data(job_calls, awaited(by_rank), streams)
     return by_rank | _waits_for_any_source(job_calls, awaited(by_rank))
 
@@ -68,7 +68,7 @@ def _incomplete(job_calls: JobCalls, key: StreamKey, counts: dict[int, int]) -> 
     taking_part = job_calls.members(key)
     if len(taking_part) < 2 or _receives_from_any(job_calls, key):
         return []
-    if len(counts) < len(taking_part) or counts.keys() != set(taking_part):
+    if counts.keys() != set(taking_part):
         counts = {rank: counts.get(rank, 0) for rank in taking_part if job_calls.has_data(rank)}
     lowest, highest = min(counts.values(), default=0), max(counts.values(), default=0)
     if lowest == highest:
@@ -90,22 +90,22 @@ def _waits_for_held(
     passed: Container[tuple[StreamKey, int] | None],
 ) -> dict[int, Wait]:
     """Waits of ranks in one call with a rank that was stopped, or exited, inside it."""
-    stuck: defaultdict[tuple[StreamKey, int], list[int]] = defaultdict(list)
+    stuck: dict[tuple[StreamKey, int], list[int]] = {}
     for rank in held:
         call = _current_call(job_calls.by_rank[rank])
         if call is not None and rank not in waiting_already and job_calls.has_data(rank):
-            stuck[call].append(rank)
+            stuck.setdefault(call, []).append(rank)
     waiting: dict[int, Wait] = {}
-    for (key, number), ranks in stuck.items():
+    for call, ranks in stuck.items():
+        key, number = call
         # a rank completed it
-        if max(streams[key].values()) > number + 1 or (key, number) in passed:
+        if max(streams[key].values()) > number + 1 or call in passed:
             continue
         missing = tuple(sorted(ranks))
-        others = (rank for rank in streams[key] if rank not in held and rank not in waiting_already)
-        blocked = [
-            rank for rank in others if _current_call(job_calls.by_rank[rank]) == (key, number)
-        ]
-        waiting |= {rank: Wait(rank, key, number, missing, ()) for rank in blocked}
+        for rank in streams[key]:
+            is_other = rank not in held and rank not in waiting_already
+            if is_other and _current_call(job_calls.by_rank[rank]) == call:
+                waiting[rank] = Wait(rank, key, number, missing, ())
     return waiting
 
 
@@ -125,22 +125,17 @@ def _left(rank_calls: RankCalls) -> tuple[StreamKey, int] | None:
 def _receives_from_any(job_calls: JobCalls, key: StreamKey) -> bool:
     """Whether the receiver also receives from any source: senders are then unknown, and no
     message counts as missing."""
-    if key.source == key.destination or key.destination not in job_calls.by_rank:
-        return False
-    return StreamKey(key.group, -1, key.destination) in job_calls.by_rank[key.destination].counts
+    receiver = job_calls.by_rank.get(key.destination)
+    from_any = StreamKey(key.group, -1, key.destination)
+    return key.is_p2p and receiver is not None and from_any in receiver.counts
 
 
 def _waits_for_any_source(job_calls: JobCalls, suspects: list[int]) -> dict[int, Wait]:
     """Awaited ranks that receive from any source: they may wait for any other suspect."""
     listening = {}
     for rank in suspects:
-        rank_calls = job_calls.by_rank[rank]
-        call = rank_calls.last
-        if (
-            call is not None
-            and rank_calls.in_collective_since_ns is not None
-            and call[0].source < 0 <= call[0].destination
-        ):
+        call = _current_call(job_calls.by_rank[rank])
+        if call is not None and call[0].source < 0 <= call[0].destination:
             listening[rank] = call
     others = tuple(rank for rank in suspects if rank not in listening)
     by_rank = {}
@@ -179,8 +174,8 @@ def _waits_for_no_data(
     no_data: dict[tuple[StreamKey, int], tuple[int, ...]] = {}
     for rank in suspects:
         rank_calls = job_calls.by_rank[rank]
-        call = rank_calls.last
-        if call is None or rank_calls.in_collective_since_ns is None:
+        call = _current_call(rank_calls)
+        if call is None:
             continue
         if call not in no_data:
             # A receiver of a broadcast continues while the root still waits for another rank: that
@@ -211,28 +206,26 @@ def is_of_all(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
     """Whether a collective completes only after all ranks have issued it; not so with a root, or
     for a message."""
     calls = rank_calls.calls.get(key)
-    return (
-        calls is not None
-        and calls.at(number) is not None
-        and _OF_ALL.match(calls.of(number)[0].op) is not None
-    )
+    if calls is None or calls.at(number) is None:
+        return False
+    return _OF_ALL.match(calls.of(number)[0].op) is not None
 
 
 def awaited(by_rank: Mapping[int, Wait]) -> list[int]:
     """The ranks that others wait for and that do not wait themselves: the likely culprits."""
     return sorted(
-        {rank for missing in _each_once(by_rank) for rank in missing if rank not in by_rank}
+        {rank for missing in missing_once(by_rank) for rank in missing if rank not in by_rank}
     )
 
 
 def waiting_for(by_rank: Mapping[int, Wait], ranks: Iterable[int]) -> list[Wait]:
     """The waits for one of these ranks."""
     wanted = frozenset(ranks)
-    touched = {id(missing) for missing in _each_once(by_rank) if not wanted.isdisjoint(missing)}
+    touched = {id(missing) for missing in missing_once(by_rank) if not wanted.isdisjoint(missing)}
     return [wait for wait in by_rank.values() if id(wait.missing) in touched]
 
 
-def _each_once(by_rank: Mapping[int, Wait]) -> list[tuple[int, ...]]:
+def missing_once(by_rank: Mapping[int, Wait]) -> list[tuple[int, ...]]:
     """The different tuples of missing ranks."""
     return list({id(wait.missing): wait.missing for wait in by_rank.values()}.values())
 
@@ -240,7 +233,10 @@ def _each_once(by_rank: Mapping[int, Wait]) -> list[tuple[int, ...]]:
 def cycle(by_rank: Mapping[int, Wait]) -> list[Wait]:
     """Ranks that wait for each other, in order, the last one for the first; empty if there is no
     cycle."""
-    following = {id(missing): _first_in(missing, by_rank) for missing in _each_once(by_rank)}
+    following = {
+        id(missing): next((rank for rank in missing if rank in by_rank), -1)
+        for missing in missing_once(by_rank)
+    }
     cleared: set[int] = set()  # ranks that lead to no cycle
     for start in sorted(by_rank):
         path: dict[int, None] = {}
@@ -261,14 +257,12 @@ def cycle_apart_from(
     """A cycle of ranks that are in blocking calls and do not wait for the suspects, not even
     through other ranks: the suspects did not cause it. Empty if there is none."""
     waits = cycle(by_rank)
-    are_blocked = all(_is_blocked_in(job_calls.by_rank[wait.rank], wait) for wait in waits)
-    reached = _reached_from(waits, by_rank) if are_blocked else None
+    for wait in waits:
+        rank_calls = job_calls.by_rank[wait.rank]
+        if _current_call(rank_calls) != wait.call or rank_calls.is_async(*wait.call) is not False:
+            return []
+    reached = _reached_from(waits, by_rank)
     return waits if reached is not None and reached.isdisjoint(suspects) else []
-
-
-def _is_blocked_in(rank_calls: RankCalls, wait: Wait) -> bool:
-    call = wait.key, wait.number
-    return _current_call(rank_calls) == call and rank_calls.is_async(*call) is False
 
 
 def _reached_from(waits: list[Wait], by_rank: Mapping[int, Wait]) -> frozenset[int] | None:
@@ -288,8 +282,9 @@ def _reached_from(waits: list[Wait], by_rank: Mapping[int, Wait]) -> frozenset[i
     return frozenset(reached)
 
 
-def _first_in(ranks: tuple[int, ...], waiting: Container[int]) -> int:
-    return next((rank for rank in ranks if rank in waiting), -1)
+def links(cycle: Sequence[Wait]) -> Iterator[tuple[Wait, Wait]]:
+    """Each wait of a cycle, with that of the rank that it waits for."""
+    return zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
 
 
 def new_peers(job_calls: JobCalls, all_waits: Iterable[Wait]) -> list[Wait]:
@@ -298,21 +293,22 @@ def new_peers(job_calls: JobCalls, all_waits: Iterable[Wait]) -> list[Wait]:
 
     An earlier peer without data may have one.
     """
-    messages = [
-        wait for wait in all_waits if wait.key.source != wait.key.destination and wait.number == 0
-    ]
+    messages = [wait for wait in all_waits if wait.key.is_p2p and wait.number == 0]
     if not messages:
         return []
     # messages of the other ranks, by peer and direction
-    sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]] = {}
-    for rank, rank_calls in job_calls.by_rank.items():
-        for key, count in rank_calls.counts.items():
-            if key.source != key.destination and rank in (key.source, key.destination):
-                other, is_receiver = (
-                    (key.destination, True) if rank == key.source else (key.source, False)
-                )
-                sent.setdefault((key.group, other, is_receiver), []).append((key, count))
+    sent = grouped(
+        ((key.group, _peer(key, rank), rank == key.source), (key, count))
+        for rank, rank_calls in job_calls.by_rank.items()
+        for key, count in rank_calls.counts.items()
+        if key.is_p2p and rank in (key.source, key.destination)
+    )
     return [wait for wait in messages if _is_expected_elsewhere(job_calls, wait, sent)]
+
+
+def _peer(key: StreamKey, rank: int) -> int:
+    """The other end of the messages of a rank."""
+    return key.destination if key.source == rank else key.source
 
 
 def _is_expected_elsewhere(
@@ -322,15 +318,13 @@ def _is_expected_elsewhere(
     streams = sent.get((wait.key.group, wait.rank, is_receiver), ())
     if any(count > own.get(key, 0) >= 1 for key, count in streams if key != wait.key):
         return True
-    usual = [
-        key
-        for key in own
-        if key.group == wait.key.group and key.source != key.destination and key != wait.key
-    ]
     peers = [
-        key.source if is_receiver else key.destination
-        for key in usual
-        if (key.destination == wait.rank) == is_receiver
+        _peer(key, wait.rank)
+        for key in own
+        if key.is_p2p
+        and key.group == wait.key.group
+        and key != wait.key
+        and (key.destination == wait.rank) == is_receiver
     ]
     return any(peer >= 0 and not job_calls.has_data(peer) for peer in peers)
 
@@ -341,11 +335,7 @@ def may_wait_for(job_calls: JobCalls, rank: int, no_data: Container[int]) -> int
     rank_calls = job_calls.by_rank[rank]
     recent = rank_calls.rank_summary.records - _RECENT
     for key, calls in rank_calls.calls.items():
-        other = key.destination if key.source == rank else key.source
-        if (
-            key.source != key.destination
-            and other in no_data
-            and calls.record(calls.last) >= recent
-        ):
+        other = _peer(key, rank)
+        if key.is_p2p and other in no_data and calls.record(calls.last) >= recent:
             return other
     return None

@@ -174,4 +174,4 @@ def _skipping_ranks(context: Context) -> list[int]:
 def _has_skipped(context: Context, patterns: Patterns, rank: int) -> bool:
     """Whether a rank skipped, against its usual pattern, a call that another rank waits for."""
     others = waiting_for(context.waits, [rank])[:_ASKED]
-    return any(has_skipped(context.job_calls, patterns, rank, other) for other in others)
+    return any(has_skipped(patterns, rank, other) for other in others)

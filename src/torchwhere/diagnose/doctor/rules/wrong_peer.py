@@ -32,7 +32,7 @@ def find_wrong_peer(context: Context) -> Finding | None:
     if not candidates:
         return None
     patterns = Patterns(job_calls, ranks=len(candidates))
-    strays = [wait for wait in candidates if switched_peer(job_calls, patterns, wait)]
+    strays = [wait for wait in candidates if switched_peer(patterns, wait)]
     return wrong_peers(context, strays, Certainty.INFERRED) if strays else None
 
 
