@@ -85,7 +85,9 @@ def diagnose_run(
     job_calls = job_calls if job_calls is not None else calls_of_run(run)
     saved = {rank: status for rank, status in saved.items() if is_of(run, rank, status)}
     summaries = dict(run.summaries) | summaries_of(saved, run)
-    case = _Case(run, job_calls, saved, summaries, stall_s, (*read_gpus(run.folder), *gpus))
+    names_gpus = any(box.meta.get("devices") for box in run.summaries.values())
+    known_gpus = (*read_gpus(run.folder), *gpus) if names_gpus else ()
+    case = _Case(run, job_calls, saved, summaries, stall_s, known_gpus)
     statuses = case.look_at_processes()
     exited = [rank for rank, status in statuses.items() if status.alive is False]
     _read_again(run, job_calls, exited)
@@ -112,7 +114,9 @@ class _Case:
     def look_at_processes(self, *, stacks: Sequence[int] = ()) -> dict[int, ProcessStatus]:
         """Merge what this host shows with what monitors saved. Ask the ranks of `stacks`."""
         saved = _without_outdated(self.saved, self.job_calls)
-        seen = with_workers(look(self.summaries, stacks=stacks), self.summaries, ranks=stacks)
+        seen = look(self.summaries, stacks=stacks)
+        if stacks:
+            seen = with_workers(seen, self.summaries, ranks=stacks)
         statuses = merged(seen, saved)
         return _with_silent_ranks_ended(statuses, self.summaries)
 

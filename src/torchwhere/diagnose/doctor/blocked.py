@@ -10,7 +10,7 @@ _UNSEEN_STALLS = 10  # times `stall_s`, if no stack shows that the ranks are in 
 
 def blocked_s(context: Context, rank: int) -> float | None:
     """How long a rank has been in its last collective; None if it is not in one, or has exited."""
-    rank_calls, wait = context.job_calls.by_rank[rank], context.waits.get(rank)
+    rank_calls, wait = context.by_rank[rank], context.waits.get(rank)
     has_ended = rank_calls.end is not None and not context.exits.was_ended_externally(rank)
     if has_ended or context.exits.is_dead(rank) or not context.job_calls.has_data(rank):
         return None
@@ -31,7 +31,7 @@ def blocked_ranks(context: Context) -> dict[int, float]:
 
     A rank is blocked if it has waited unusually long, or to the unobserved end of the job.
     """
-    lasted_s = {rank: blocked_s(context, rank) for rank in context.job_calls.by_rank}
+    lasted_s = {rank: blocked_s(context, rank) for rank in context.by_rank}
     return {
         rank: lasted
         for rank, lasted in lasted_s.items()
@@ -46,7 +46,7 @@ def all_blocked_s(context: Context) -> float | None:
     A rank that has moved since its last collective is starting, loading or saving, which may take
     time.
     """
-    ranks = context.job_calls.by_rank
+    ranks = context.by_rank
     since = [rank_calls.in_collective_since_ns for rank_calls in ranks.values()]
     moments = [moment for moment in since if moment is not None]
     if not moments or len(moments) < len(since) or context.job_calls.stale:
@@ -66,7 +66,7 @@ def are_all_blocked(context: Context) -> bool:
     On a device a rank waits wherever it next needs the result, so a stack elsewhere proves little
     there. And a CPU that is far ahead of its device is blocked as long as a kernel lasts.
     """
-    lasted_s, ranks = all_blocked_s(context), list(context.job_calls.by_rank)
+    lasted_s, ranks = all_blocked_s(context), list(context.by_rank)
     if lasted_s is None or lasted_s < max(map(context.timing.patience_s, ranks)):
         return False
     if lasted_s < context.timing.stall_s and any(map(context.device_place, ranks)):

@@ -12,11 +12,13 @@ import numpy as np
 
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.device_place import DevicePlace
+from torchwhere.core.events import Event
 from torchwhere.core.place import Place, line_fields
 from torchwhere.core.stall import BEAT_S, ENDED_AGAIN, ENDED_S
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.exit_records import ExitReason, ended_well
 from torchwhere.diagnose.doctor.exits import Exits
@@ -44,6 +46,10 @@ class Timing:
     stall_s: float
 
     @property
+    def by_rank(self) -> dict[int, RankCalls]:
+        return self.job_calls.by_rank
+
+    @property
     def is_live(self) -> bool:
         """Whether the verdict is as of a moment at which the job was alive: now, or the last one
         that a monitor saw or a heartbeat shows."""
@@ -57,7 +63,7 @@ class Timing:
     @cached_property
     def recorded_ns(self) -> int:
         """The time of the newest record of any box."""
-        return max((self._recorded_ns(rank) for rank in self.job_calls.by_rank), default=0)
+        return max((self._recorded_ns(rank) for rank in self.by_rank), default=0)
 
     @cached_property
     def now_ns(self) -> int | None:
@@ -71,7 +77,7 @@ class Timing:
 
     def _recorded_ns(self, rank: int) -> int:
         """When a rank last recorded something, apart from being ended from outside."""
-        rank_calls = self.job_calls.by_rank[rank]
+        rank_calls = self.by_rank[rank]
         if not self.exits.was_ended_externally(rank):
             return rank_calls.box_summary.last_ns
         return rank_calls.issued_ns(*rank_calls.last) if rank_calls.last is not None else 0
@@ -83,7 +89,7 @@ class Timing:
     # -- waits -------------------------------------------------------------------------------------
 
     def issued_ns(self, wait: Wait) -> int:
-        return self.job_calls.by_rank[wait.rank].issued_ns(wait.key, wait.number)
+        return self.by_rank[wait.rank].issued_ns(wait.key, wait.number)
 
     def waited_s(self, wait: Wait) -> float | None:
         issued = self.issued_ns(wait)
@@ -132,14 +138,14 @@ class Timing:
     def was_moving(self) -> bool:
         """Whether a job that is over was still recording when it was last seen."""
         lasted = self.since_s(self.recorded_ns)
-        if lasted is None or not self.job_calls.by_rank:
+        if lasted is None or not self.by_rank:
             return False
-        return lasted < min(map(self.patience_s, self.job_calls.by_rank))
+        return lasted < min(map(self.patience_s, self.by_rank))
 
     def silent_s(self, rank: int) -> float:
         """How long before the end of a job that is over the heartbeat of a rank had stopped: its
         process could not run. 0 if the heartbeat lasted, or if that is unknown."""
-        rank_calls = self.job_calls.by_rank[rank]
+        rank_calls = self.by_rank[rank]
         beat_ns = rank_calls.box_summary.beat_ns
         if not self.is_over or not beat_ns or rank_calls.end is not None:
             return 0.0
@@ -153,7 +159,7 @@ class Timing:
         complete."""
         return frozenset(
             rank
-            for rank in self.job_calls.by_rank
+            for rank in self.by_rank
             if self.exits.status(rank).is_stopped
             or (self.silent_s(rank) and not self.exits.is_dead(rank))
         )
@@ -161,7 +167,7 @@ class Timing:
     def paused_s(self, wait: Wait) -> float:
         """The longest time between an earlier call at the same call site and the next one:
         saving or evaluating may take as long each time."""
-        calls = self.job_calls.by_rank[wait.rank].calls.get(wait.key)
+        calls = self.by_rank[wait.rank].calls.get(wait.key)
         at = calls.at(wait.number) if calls is not None else None
         if calls is None or not at:
             return 0.0
@@ -171,7 +177,7 @@ class Timing:
     def _usual_s(self, rank: int, key: StreamKey | None = None) -> float:
         """Median seconds between two collectives of a rank, at least 0.1. If the stream has too
         few calls, that of its busiest stream."""
-        streams = self.job_calls.by_rank[rank].calls
+        streams = self.by_rank[rank].calls
         calls = streams.get(key) if key is not None else None
         if calls is None or len(calls) < 2:
             calls = max(streams.values(), key=len, default=None)
@@ -209,8 +215,21 @@ class Context:
     is_suspicion: bool = False  # the suspects have not been asked for their stacks yet
     gpus: Sequence[HostGpus] = ()  # as monitors sampled them
 
+    @property
+    def by_rank(self) -> dict[int, RankCalls]:
+        """The ranks that have a box, and their calls."""
+        return self.job_calls.by_rank
+
     def status(self, rank: int) -> ProcessStatus:
         return self.exits.status(rank)
+
+    def title(self, key: StreamKey) -> str:
+        """How a verdict names the group of a stream."""
+        return self.job_calls.group(key).title
+
+    def issued(self, call: CallRef | Wait) -> Event | None:
+        """The call that a rank issued, or waits in; None if the ring has lost it."""
+        return self.by_rank[call.rank].issued(call.key, call.number)
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -223,18 +242,14 @@ class Context:
     @cached_property
     def incomplete(self) -> list[int]:
         """Ranks without data, or without their newest calls."""
-        cut = [
-            rank
-            for rank, rank_calls in self.job_calls.by_rank.items()
-            if rank_calls.has_lost_its_newest
-        ]
+        cut = [rank for rank, rank_calls in self.by_rank.items() if rank_calls.has_lost_its_newest]
         return sorted([*self.no_data, *cut])
 
     @cached_property
     def last_call(self) -> CallRef | None:
         """The last collective of a group."""
         last: tuple[int, CallRef] | None = None
-        for rank, rank_calls in self.job_calls.by_rank.items():
+        for rank, rank_calls in self.by_rank.items():
             for key, calls in rank_calls.calls.items():
                 order = calls.record(calls.last)
                 if (last is None or order > last[0]) and len(self.job_calls.members(key)) > 1:
@@ -249,7 +264,7 @@ class Context:
 
     def state(self, rank: int, *, blocked: Collection[int] = ()) -> State:
         """The state of a rank. Those in `blocked` wait, although no other rank is missing."""
-        end = self.job_calls.by_rank[rank].end
+        end = self.by_rank[rank].end
         if end is not None and ended_well(end):
             return State.FINISHED
         if self.exits.is_dead(rank):
@@ -261,7 +276,7 @@ class Context:
     def place(self, rank: int) -> Place:
         """Where a waiting rank issued its call; for other ranks, where their cursor and stack
         are."""
-        rank_calls, wait = self.job_calls.by_rank[rank], self.waits.get(rank)
+        rank_calls, wait = self.by_rank[rank], self.waits.get(rank)
         issued_at = rank_calls.place_of(wait.key, wait.number) if wait is not None else None
         if issued_at is not None:
             return issued_at
@@ -282,7 +297,7 @@ class Context:
     def _lines(self, rank: int, place: Place, *, has_raised: bool) -> dict[str, Any]:
         """The lines of a rank: of its stack, of its place, or else the last ones that it
         recorded."""
-        rank_calls = self.job_calls.by_rank[rank]
+        rank_calls = self.by_rank[rank]
         folder = rank_calls.box_summary.meta.get("folder")
         lines = stack_lines(self.status(rank).stack, folder=folder)
         # the stack of a failed rank is that of its exit
@@ -301,7 +316,7 @@ class Context:
 
     def device_place(self, rank: int) -> DevicePlace | None:
         """Where the device of a rank is, beside its CPU; None if that is not known."""
-        state = self.job_calls.by_rank[rank].rank_summary.device
+        state = self.by_rank[rank].rank_summary.device
         return replace(state.device_place, cpu=self.place(rank)) if state is not None else None
 
     @cached_property
@@ -312,14 +327,14 @@ class Context:
         group = self.job_calls.group
         return [
             rank
-            for rank, rank_calls in self.job_calls.by_rank.items()
+            for rank, rank_calls in self.by_rank.items()
             if rank_calls.rank_summary.device is None
             and any(group(key).backend == "nccl" for key in rank_calls.calls)
         ]
 
     def detail(self, rank: int, *, blocked: Collection[int] = ()) -> Detail | None:
         """How a rank exited, or what blocks it."""
-        rank_calls, state = self.job_calls.by_rank[rank], self.state(rank, blocked=blocked)
+        rank_calls, state = self.by_rank[rank], self.state(rank, blocked=blocked)
         if self.exits.outlived_its_watch(rank) and not self.have_finished:
             return Condition.OUTLIVED_WATCH
         has_ended = rank_calls.end is not None and not self.exits.was_ended_externally(rank)
@@ -339,26 +354,26 @@ class Context:
 
     def group_in_creation(self, rank: int) -> GroupCreation | None:
         """The group creation that a rank has begun and not completed."""
-        group_creations = self.job_calls.by_rank[rank].rank_summary.group_creations
+        group_creations = self.by_rank[rank].rank_summary.group_creations
         if not group_creations or group_creations[-1].is_made:
             return None
         return group_creations[-1] if self.state(rank) is not State.FINISHED else None
 
     def is_in_last_collective(self, rank: int) -> bool | None:
         """Whether a rank is in its last collective, by its stack; None if unknown."""
-        return is_in_collective(self.job_calls.by_rank[rank].last_collective, self.status(rank))
+        return is_in_collective(self.by_rank[rank].last_collective, self.status(rank))
 
     # -- all ranks ---------------------------------------------------------------------------------
 
     @cached_property
     def have_finished(self) -> bool:
         """Whether all ranks with data have finished without an error."""
-        return all(self.state(rank) is State.FINISHED for rank in self.job_calls.by_rank)
+        return all(self.state(rank) is State.FINISHED for rank in self.by_rank)
 
     @cached_property
     def are_all_in_one_call(self) -> bool:
         """Whether all ranks are, or were to the end, in the same collective."""
-        ranks = self.job_calls.by_rank.values()
+        ranks = self.by_rank.values()
         lasts = {rank_calls.last for rank_calls in ranks}
         if self.job_calls.stale or None in lasts or len(lasts) != 1:
             return False
@@ -367,7 +382,7 @@ class Context:
     @cached_property
     def has_not_begun(self) -> bool:
         """Whether the job has completed no step and no collective: it is starting."""
-        ranks = self.job_calls.by_rank.values()
+        ranks = self.by_rank.values()
         if any(rank_calls.rank_summary.last_step for rank_calls in ranks):
             return False
         keys = {key for rank_calls in ranks for key in rank_calls.counts}
@@ -375,8 +390,8 @@ class Context:
 
     def _is_completed_once(self, key: StreamKey) -> bool:
         """Whether all members of a stream with data have issued its first call."""
-        members = [rank for rank in self.job_calls.members(key) if rank in self.job_calls.by_rank]
-        return all(self.job_calls.by_rank[rank].counts.get(key, 0) for rank in members)
+        members = [rank for rank in self.job_calls.members(key) if rank in self.by_rank]
+        return all(self.by_rank[rank].counts.get(key, 0) for rank in members)
 
     @property
     def is_unknown_end(self) -> bool:

@@ -111,7 +111,7 @@ def _amount(pattern: re.Pattern[str], message: str) -> int | None:
 
 def out_of_device_memory(context: Context, ranks: Iterable[int]) -> list[OutOfDeviceMemory]:
     """Of these ranks, those that failed because their device ran out of memory."""
-    facts = (_of_rank(context, rank) for rank in ranks if rank in context.job_calls.by_rank)
+    facts = (_of_rank(context, rank) for rank in ranks if rank in context.by_rank)
     return [fact for fact in facts if fact is not None][:_MOST_RANKS]
 
 
@@ -119,9 +119,9 @@ def _of_rank(context: Context, rank: int) -> OutOfDeviceMemory | None:
     report = parse_report(context.exits.exit_message(rank))
     if report is None:
         return None
-    box = context.job_calls.by_rank[rank].box
+    box = context.by_rank[rank].box
     samples = memory_samples(box) if box is not None else []
-    error = context.job_calls.by_rank[rank].exception
+    error = context.by_rank[rank].exception
     failed_step = error.place.step if error is not None else None
     ends = [sample for sample in samples if sample.step != failed_step]
     return OutOfDeviceMemory(

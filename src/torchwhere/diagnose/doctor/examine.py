@@ -24,7 +24,6 @@ from torchwhere.diagnose.doctor.context import Context, Timing
 from torchwhere.diagnose.doctor.exit_records import interrupted
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.finding import Finding
-from torchwhere.diagnose.doctor.partly_watched import never_healthy_in_part
 from torchwhere.diagnose.doctor.rules import RULES
 from torchwhere.diagnose.doctor.waits import Wait, waits
 from torchwhere.gpus.samples import HostGpus
@@ -76,8 +75,7 @@ def examine(
         gpus,
     )
     findings = (rule(context) for rule in RULES)
-    finding = next(finding for finding in findings if finding is not None)
-    return Diagnosis(context, never_healthy_in_part(context, finding))
+    return Diagnosis(context, next(finding for finding in findings if finding is not None))
 
 
 def _waits(job_calls: JobCalls, exits: Exits) -> dict[int, Wait]:

@@ -192,12 +192,16 @@ class RankExits:
     # ranks that were interrupted from outside, and when
     ended_externally: Mapping[int, int] = field(default_factory=dict)
 
+    @property
+    def by_rank(self) -> dict[int, RankCalls]:
+        return self.job_calls.by_rank
+
     def status(self, rank: int) -> ProcessStatus:
         return self.statuses.get(rank, _UNSEEN)
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank failed, by its exit record or by what its crash left."""
-        end = self.job_calls.by_rank[rank].end
+        end = self.by_rank[rank].end
         if self.was_ended_externally(rank):
             return False
         if end is not None:
@@ -206,7 +210,7 @@ class RankExits:
 
     def how(self, rank: int) -> ExitReason:
         """How a rank exited."""
-        end, status = self.job_calls.by_rank[rank].end, self.status(rank)
+        end, status = self.by_rank[rank].end, self.status(rank)
         unfinished = self.unfinished(rank)
         if end is not None:
             reason = str(end.fields.get("reason"))
@@ -221,7 +225,7 @@ class RankExits:
     def outlived_its_watch(self, rank: int) -> bool:
         """Whether a rank ended its watch and its process continued: later calls are not
         recorded."""
-        end, status = self.job_calls.by_rank[rank].end, self.status(rank)
+        end, status = self.by_rank[rank].end, self.status(rank)
         if end is None or end.fields.get("reason") != WATCH_ENDED:
             return False
         seen_ns = max(status.alive_ns or 0, status.stack_ns or 0)
@@ -231,7 +235,7 @@ class RankExits:
         """Whether a rank was interrupted with the others, or noticed that they were."""
         if rank in self.ended_externally or not self.ended_externally:
             return rank in self.ended_externally
-        error = self.job_calls.by_rank[rank].exception
+        error = self.by_rank[rank].exception
         return (
             error is not None
             and error.t_ns > self._first_external_ns - SAME_EXIT_NS
@@ -256,7 +260,7 @@ class RankExits:
         The watchdog of NCCL aborts the communicator before it ends the process: then the rank
         records only that, and the message of the crash says why.
         """
-        rank_calls, status = self.job_calls.by_rank[rank], self.status(rank)
+        rank_calls, status = self.by_rank[rank], self.status(rank)
         if rank_calls.end is not None:
             recorded = str(rank_calls.end.fields.get("reason"))
         else:
@@ -268,24 +272,20 @@ class RankExits:
     def unfinished(self, rank: int) -> str | None:
         """An exception that is the last record of a process that is gone: it left no exit
         record."""
-        return (
-            last_exception(self.job_calls.by_rank[rank])
-            if self.status(rank).alive is False
-            else None
-        )
+        return last_exception(self.by_rank[rank]) if self.status(rank).alive is False else None
 
     # -- all ranks ---------------------------------------------------------------------------------
 
     def failed(self) -> list[int]:
-        return [rank for rank in self.job_calls.by_rank if self.has_failed(rank)]
+        return [rank for rank in self.by_rank if self.has_failed(rank)]
 
     def killed(self) -> list[int]:
         """Ranks whose process is gone and that left no exit record."""
-        return [rank for rank in self.job_calls.by_rank if self.was_killed(rank)]
+        return [rank for rank in self.by_rank if self.was_killed(rank)]
 
     def terminated(self) -> list[int]:
         """Ranks that SIGTERM ended, by their exit record or their exit code."""
-        ranks = self.job_calls.by_rank.items()
+        ranks = self.by_rank.items()
         return [
             rank
             for rank, rank_calls in ranks
@@ -299,9 +299,7 @@ class RankExits:
     @cached_property
     def was_interrupted(self) -> bool:
         """Whether Ctrl-C ended the job."""
-        return not all(
-            was_terminated(self.job_calls.by_rank[rank]) for rank in self.ended_externally
-        )
+        return not all(was_terminated(self.by_rank[rank]) for rank in self.ended_externally)
 
     # -- order -------------------------------------------------------------------------------------
 
@@ -317,7 +315,7 @@ class RankExits:
 
     def left_no_exit_record(self, rank: int) -> bool:
         """Whether a box that is readable to its end has no exit record. False for any other box."""
-        rank_calls = self.job_calls.by_rank.get(rank)
+        rank_calls = self.by_rank.get(rank)
         if (
             rank_calls is None
             or rank in self.job_calls.from_snapshot
@@ -353,7 +351,7 @@ class RankExits:
 
         A rank that does not obey SIGTERM is killed later, and sends heartbeats until then.
         """
-        status, summary = self.status(rank), self.job_calls.by_rank[rank].box_summary
+        status, summary = self.status(rank), self.by_rank[rank].box_summary
         if self.got_sigterm(rank) or self.was_interrupted:
             return False
         first = self._sigterm
@@ -364,7 +362,7 @@ class RankExits:
 
     @cached_property
     def _sigterm(self) -> _Sigterm:
-        ranks = self.job_calls.by_rank
+        ranks = self.by_rank
         recorded = [
             rank_calls.end.t_ns
             for rank_calls in ranks.values()
@@ -385,7 +383,7 @@ class RankExits:
     def alive_ns(self, rank: int) -> int:
         """When a rank was last known alive, by a monitor, its records or its heartbeats; 0 if
         never."""
-        rank_calls = self.job_calls.by_rank.get(rank)
+        rank_calls = self.by_rank.get(rank)
         times = [self.status(rank).alive_ns or 0, 0]
         if rank_calls is not None:
             times += [rank_calls.box_summary.last_ns, rank_calls.box_summary.beat_ns]
@@ -394,7 +392,5 @@ class RankExits:
     def failed_ns(self, failed: list[int]) -> list[int]:
         """When ranks failed, for those that recorded an exception."""
         return [
-            error.t_ns
-            for rank in failed
-            if (error := self.job_calls.by_rank[rank].exception) is not None
+            error.t_ns for rank in failed if (error := self.by_rank[rank].exception) is not None
         ]

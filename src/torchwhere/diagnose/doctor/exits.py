@@ -58,7 +58,7 @@ class Exits(RankExits):
         """Ranks that are stopped, or that exited while others continued."""
         return frozenset(
             rank
-            for rank in self.job_calls.by_rank
+            for rank in self.by_rank
             if self.status(rank).is_stopped
             or (self.is_dead(rank) and not self.exited_with_the_job(rank))
         )
@@ -78,9 +78,7 @@ class Exits(RankExits):
         ]
         if len(unrecorded) < 2 or any(map(self._was_first, unrecorded)):
             return False
-        return all(
-            self.job_calls.by_rank[rank].end is None and self.lost_its_peer(rank) for rank in failed
-        )
+        return all(self.by_rank[rank].end is None and self.lost_its_peer(rank) for rank in failed)
 
     def _was_first(self, rank: int) -> bool:
         """Whether a rank without an exit record is known to have exited before others."""
@@ -113,7 +111,7 @@ class Exits(RankExits):
         True if others were seen alive after it was gone, or if others report a lost peer and no
         rank that exited by itself (by a timeout, say) can be that peer.
         """
-        if self.status(rank).alive is not False or self.job_calls.by_rank[rank].end is not None:
+        if self.status(rank).alive is not False or self.by_rank[rank].end is not None:
             return False
         if self._was_ended_by_launcher(rank):
             return False
@@ -128,8 +126,7 @@ class Exits(RankExits):
         """Whether all ranks that failed reacted to the exit of another one."""
         failed = self.failed()
         return bool(failed) and all(
-            self.lost_its_peer(rank) or was_terminated(self.job_calls.by_rank[rank])
-            for rank in failed
+            self.lost_its_peer(rank) or was_terminated(self.by_rank[rank]) for rank in failed
         )
 
     def _was_ended_by_launcher(self, rank: int) -> bool:
@@ -174,13 +171,13 @@ class Exits(RankExits):
             return Reaction.LOST_PEER
         if self._raised_again(rank):
             return Reaction.RAISED_AGAIN
-        has_caught = was_terminated(self.job_calls.by_rank[rank]) or self._exited_after_kill(rank)
+        has_caught = was_terminated(self.by_rank[rank]) or self._exited_after_kill(rank)
         return Reaction.TERMINATED if has_caught else None
 
     def _exited_after_kill(self, rank: int) -> bool:
         """Whether a rank ended itself with an exit code after a monitor had seen that another rank
         was killed: a handler of SIGTERM may end a rank with any code."""
-        end = self.job_calls.by_rank[rank].end
+        end = self.by_rank[rank].end
         return end is not None and _has_exit_code(end) and self._first_kill_ns <= end.t_ns
 
     @cached_property
@@ -196,7 +193,7 @@ class Exits(RankExits):
 
         One rank alone counts only if a signal is known to have killed the other at that time.
         """
-        ends = [end for rank in ranks if (end := self.job_calls.by_rank[rank].end) is not None]
+        ends = [end for rank in ranks if (end := self.by_rank[rank].end) is not None]
         reasons = {str(end.fields.get("reason")) for end in ends}
         if len(ends) < len(ranks) or len(reasons) != 1 or not _has_exit_code(ends[0]):
             return False
@@ -230,7 +227,7 @@ class Exits(RankExits):
     def crashed_in_collective(self, rank: int) -> bool:
         """Whether a rank crashed in native code inside a collective: it may have received bad
         data."""
-        return rank in self.job_calls.by_rank and not self._is_victim(rank) and self.reacted(rank)
+        return rank in self.by_rank and not self._is_victim(rank) and self.reacted(rank)
 
     def first_of_awaited(self, awaited: list[int], no_data: list[int]) -> list[int]:
         """Of exited ranks that others wait for, those that exited by themselves.
@@ -273,7 +270,7 @@ class Exits(RankExits):
     def reacted(self, rank: int) -> bool:
         """Whether a rank failed because of another one, or may have: it crashed in a collective, or
         a native thread ended it without a message."""
-        rank_calls = self.job_calls.by_rank[rank]
+        rank_calls = self.by_rank[rank]
         is_crash = (
             rank_calls.end is None
             and self.unfinished(rank) is None
@@ -312,7 +309,7 @@ class Exits(RankExits):
         unknown."""
         unrecorded = [
             rank
-            for rank in self.job_calls.by_rank
+            for rank in self.by_rank
             if not self.has_failed(rank) and self._exited_by_itself(rank)
         ]
         alive_ns = {

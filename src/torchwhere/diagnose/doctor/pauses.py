@@ -90,7 +90,7 @@ def pause_of(context: Context, ranks: Collection[int], wait: Wait | None = None)
 
 def _kind(context: Context, rank: int, wait: Wait | None) -> PauseKind | None:
     """What a rank does that takes long in a healthy job too; None if nothing shows that."""
-    rank_calls = context.job_calls.by_rank.get(rank)
+    rank_calls = context.by_rank.get(rank)
     status = context.status(rank)
     if rank_calls is None or status.is_stopped or not status.alive:
         return None
@@ -110,7 +110,7 @@ def _is_moving(context: Context, rank: int, wait: Wait) -> bool:
     """Whether a rank has just entered or left a module: it is at work while others wait. Before the
     wait began, all ranks were at work."""
     timing = context.timing
-    since_s = timing.since_s(context.job_calls.by_rank[rank].rank_summary.moved_ns)
+    since_s = timing.since_s(context.by_rank[rank].rank_summary.moved_ns)
     shorter_s = min(timing.stall_s, timing.waited_s(wait) or 0.0)
     return since_s is not None and since_s < min(_MOVED_S, _MOVED_SHARE * shorter_s)
 
@@ -125,5 +125,5 @@ def _is_starting(context: Context, rank: int) -> bool:
     status = context.status(rank)
     if status.state in _WORKS or is_importing(status.stack):
         return True
-    hold = holding(context.job_calls.by_rank[rank], status)
+    hold = holding(context.by_rank[rank], status)
     return hold is not None and hold.activity in _STARTS

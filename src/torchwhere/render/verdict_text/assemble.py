@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context, Detail
-from torchwhere.diagnose.doctor.device_memory import OutOfDeviceMemory, out_of_device_memory
+from torchwhere.diagnose.doctor.device_memory import out_of_device_memory
 from torchwhere.diagnose.doctor.examine import Diagnosis
 from torchwhere.diagnose.doctor.finding import Cause, Finding, shown_fields
-from torchwhere.diagnose.doctor.gpu_evidence import GpuEvidence, gpu_evidence
-from torchwhere.diagnose.doctor.partly_watched import PartlyWatched
+from torchwhere.diagnose.doctor.gpu_evidence import gpu_evidence
 from torchwhere.diagnose.doctor.rules.alltoall_splits import UnmatchedSplits
 from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
 from torchwhere.diagnose.doctor.rules.device_hang import (
@@ -26,10 +25,10 @@ from torchwhere.diagnose.doctor.rules.device_hang import (
 from torchwhere.diagnose.doctor.rules.exited import (
     ExitedBeforeOthers,
     ExitedRanks,
+    ExtraCall,
     TimedOutTogether,
     UnknownFirstExit,
 )
-from torchwhere.diagnose.doctor.rules.extra_call import ExtraCall
 from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
 from torchwhere.diagnose.doctor.rules.lost_data import LostData
 from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls
@@ -37,6 +36,7 @@ from torchwhere.diagnose.doctor.rules.missing import MissingRanks
 from torchwhere.diagnose.doctor.rules.no_fault import (
     EndedUnfinished,
     Finished,
+    PartlyWatched,
     Progressing,
     ProgressingAtEnd,
     Quiet,
@@ -70,14 +70,11 @@ from torchwhere.render.verdict_text import (
     device,
     dumps,
     exits,
-    extra_call,
-    failures,
     group_creation,
     mismatch,
     missing,
     no_fault,
     stacks,
-    standstill,
     straggler,
 )
 from torchwhere.render.verdict_text.gpu import gpu_text, unknown_gpu_text
@@ -89,27 +86,53 @@ def verdict_of(diagnosis: Diagnosis) -> Verdict:
     """The verdict on what the doctor found."""
     context, finding = diagnosis.context, diagnosis.finding
     call, job_calls = finding.call, context.job_calls
-    evidence, unknown_gpus = gpu_evidence(context, finding)
-    is_dead = finding.kind is VerdictKind.DEAD
-    memory_errors = out_of_device_memory(context, finding.culprits) if is_dead else []
+    extra = _extra(context, finding)
     return Verdict(
         kind=finding.kind,
         culprits=finding.culprits,
         collective=call.to_dict(job_calls) if call is not None else None,
         ranks={rank: _report(context, finding, rank) for rank in job_calls.by_rank},
         last_common=call.previous_to_dict(job_calls) if call is not None else None,
-        missing_data=(*_missing_data(context), *unknown_gpu_text(unknown_gpus)),
+        missing_data=(*_missing_data(context), *extra.missing_data),
         certainty=finding.certainty,
         stalled_s=finding.stalled_s,
         explanation=(
             *explain(finding.cause, context),
-            *_reactions_text(finding, context),
-            *out_of_memory_text(memory_errors),
-            *gpu_text(evidence),
+            *extra.lines,
             *_external_end_text(context, finding.kind),
         ),
-        facts=_facts(finding, context) | _evidence_facts(evidence, memory_errors),
+        facts=_facts(finding) | extra.facts,
     )
+
+
+class _Extra(NamedTuple):
+    """What a verdict says beside its cause, whatever the cause is."""
+
+    lines: list[str]
+    facts: dict[str, Any]
+    missing_data: list[str]
+
+
+def _extra(context: Context, finding: Finding) -> _Extra:
+    """The ranks that failed because of the culprits, the memory of their devices, their GPUs."""
+    extra = _Extra([], {}, [])
+    culprits = finding.culprits
+    reactions = context.exits.reactions(besides=culprits) if culprits else {}
+    if reactions:
+        extra.lines.extend(exits.reactions_text(reactions))
+        extra.facts["failed_because_of_it"] = reactions
+    is_dead = finding.kind is VerdictKind.DEAD
+    memory_errors = out_of_device_memory(context, culprits) if is_dead else []
+    if memory_errors:
+        extra.lines.extend(out_of_memory_text(memory_errors))
+        extra.facts["out_of_memory"] = [error.to_dict() for error in memory_errors]
+    if context.gpus or finding.facts.get("on_device"):
+        evidence, unknown_gpus = gpu_evidence(context, finding)
+        extra.lines.extend(gpu_text(evidence))
+        extra.missing_data.extend(unknown_gpu_text(unknown_gpus))
+        if evidence:
+            extra.facts["gpus"] = [gpu.to_dict() for gpu in evidence]
+    return extra
 
 
 def explain(cause: Cause, context: Context) -> list[str]:
@@ -127,11 +150,6 @@ def _partly_watched_text(cause: PartlyWatched, context: Context) -> list[str]:
     return [*watched, *explain(cause.of_watched, context)]
 
 
-def _reactions_text(finding: Finding, context: Context) -> list[str]:
-    """The ranks that failed only because of the culprits, if there are culprits."""
-    return failures.reactions_text(context, finding.culprits) if finding.culprits else []
-
-
 def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
     """Say that the job was ended from outside after the fault."""
     if not context.exits.ended_externally or kind in NO_FAULT:
@@ -141,31 +159,17 @@ def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
     return ["Then SIGTERM ended the job."] if kind is not VerdictKind.DEAD else []
 
 
-def _facts(finding: Finding, context: Context) -> dict[str, Any]:
+def _facts(finding: Finding) -> dict[str, Any]:
     """The facts for JSON, with those that are texts."""
-    facts = finding.facts
-    if finding.culprits and (reactions := context.exits.reactions(besides=finding.culprits)):
-        facts = facts | {"failed_because_of_it": reactions}
     if isinstance(finding.cause, DifferentCalls):
-        return facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
+        return finding.facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
     if isinstance(finding.cause, LateRanks):
-        return facts | straggler.late_ranks_facts(finding.cause)
-    return facts
-
-
-def _evidence_facts(
-    evidence: list[GpuEvidence], memory_errors: list[OutOfDeviceMemory]
-) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    if evidence:
-        facts["gpus"] = [gpu.to_dict() for gpu in evidence]
-    if memory_errors:
-        facts["out_of_memory"] = [error.to_dict() for error in memory_errors]
-    return facts
+        return finding.facts | straggler.late_ranks_facts(finding.cause)
+    return finding.facts
 
 
 def _report(context: Context, finding: Finding, rank: int) -> RankReport:
-    rank_calls = context.job_calls.by_rank[rank]
+    rank_calls = context.by_rank[rank]
     last, detail = rank_calls.last, context.detail(rank, blocked=finding.blocked)
     status, shown = context.status(rank), None
     if last is not None:
@@ -191,7 +195,7 @@ def _waits_for_workers(detail: Detail | None) -> bool:
 
 def _missing_data(context: Context) -> list[str]:
     """What the verdict lacks."""
-    by_rank = context.job_calls.by_rank
+    by_rank = context.by_rank
     ranks, lines = by_rank.values(), context.run.caveats()
     if not context.timing.is_live and any(rank_calls.end is None for rank_calls in ranks):
         lines.append(
@@ -224,7 +228,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     BlockedDevices: device.blocked_devices_text,
     DevicesBlockedTogether: device.blocked_together_text,
     DeviceDeadlock: device.device_deadlock_text,
-    ExtraCall: extra_call.extra_call_text,
+    ExtraCall: exits.extra_call_text,
     ExitedRanks: exits.exited_ranks_text,
     UnknownFirstExit: exits.unknown_first_exit_text,
     TimedOutTogether: no_fault.timed_out_together_text,
@@ -239,7 +243,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     ProgressingAtEnd: no_fault.progressing_at_end_text,
     UnobservedEnd: no_fault.unobserved_end_text,
     Quiet: no_fault.quiet_text,
-    Standstill: standstill.standstill_text,
+    Standstill: no_fault.standstill_text,
     PartlyWatched: _partly_watched_text,
     EndedUnfinished: _ended_unfinished_text,
     NothingPending: dumps.nothing_pending_text,

@@ -10,7 +10,7 @@ from torchwhere.diagnose.doctor.deadlocks import Blame
 from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
 from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.diagnose.doctor.waits import Wait
-from torchwhere.render.verdict_text.phrases import call_text, issued_call, op_text
+from torchwhere.render.verdict_text.phrases import call_text, op_text, subject_text
 
 _MOST_LINKS = 16  # waits that are printed
 _MOST_DEVIATIONS = 4
@@ -33,9 +33,9 @@ def blame_text(context: Context, blame: Blame, *, ranks: int) -> list[str]:
 
 
 def _link_text(context: Context, wait: Wait) -> str:
-    call = issued_call(context.job_calls, wait)
+    call = context.issued(wait)
     waits_for = [rank for rank in wait.missing if rank in context.waits]
-    title = context.job_calls.group(wait.key).title
+    title = context.title(wait.key)
     description = call_text(call) if call is not None else "a collective"
     return (
         f'  rank {wait.rank} in #{wait.number} of "{title}" ({description}) waits for'
@@ -50,7 +50,7 @@ def _deviations_text(context: Context, blame: Blame) -> list[str]:
     lines = lines[:_MOST_DEVIATIONS]
     same = [rank for rank in blame.culprits if rank not in by_rank]
     if same:
-        lines.append(f"{ranks_phrase(same).capitalize()} did the same.")
+        lines.append(f"{subject_text(same)} did the same.")
     if blame.is_sure:
         lines.append("The others followed their usual call pattern.")
     return lines
@@ -71,7 +71,7 @@ def _culprits_text(blame: Blame, count: int) -> str:
 
 
 def _deviation_text(context: Context, deviation: Deviation) -> str:
-    rank_calls = context.job_calls.by_rank[deviation.rank]
+    rank_calls = context.by_rank[deviation.rank]
     due, issued = rank_calls.issued(*deviation.like), rank_calls.issued(*deviation.issued)
     due_group, issued_group = _groups_text(context, deviation)
     usual = f"{op_text(due)}{due_group}{_line_text(due)}"
@@ -100,7 +100,7 @@ def _groups_text(context: Context, deviation: Deviation) -> tuple[str, str]:
     due, issued = deviation.like[0], deviation.issued[0]
     if due.group == issued.group:
         return "", ""
-    titles = [context.job_calls.group(key).title for key in (due, issued)]
+    titles = [context.title(key) for key in (due, issued)]
     return f' of group "{titles[0]}"', f' of group "{titles[1]}"'
 
 
@@ -116,7 +116,7 @@ def _line_text(call: Event | None) -> str:
 def wrong_peers_text(cause: WrongPeers, context: Context) -> list[str]:
     lines = []
     for wait in cause.waits[:_MOST_LINKS]:
-        call = issued_call(context.job_calls, wait)
+        call = context.issued(wait)
         message = call_text(call) if call is not None else "a message"
         other = (*wait.missing, *wait.no_data)[0]
         op = "recv" if wait.key.source == wait.rank else "send"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.device_stalls import StalledDevice
-from torchwhere.diagnose.doctor.finding import CallRef
 from torchwhere.diagnose.doctor.rules.device_hang import (
     BlockedDevices,
     DeviceDeadlock,
     DevicesBlockedTogether,
+    StalledDevice,
 )
 from torchwhere.render.verdict_text.deadlock import blame_text
-from torchwhere.render.verdict_text.phrases import op_text, place_text
+from torchwhere.render.verdict_text.phrases import agree, numbered_call_text, place_text
 
 _MOST_RANKS = 4  # with their own lines
 
@@ -20,13 +19,13 @@ _MOST_RANKS = 4  # with their own lines
 def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
     ranks = [device.rank for device in cause.blocked]
     first = cause.blocked[0]
-    noun = "device" if len(ranks) == 1 else "devices"
-    has = "has" if len(ranks) == 1 else "have"
+    noun = agree(ranks, "device", "devices")
+    has = agree(ranks, "has", "have")
     subject = f"The {noun} of {ranks_phrase(ranks)} {has} not"
     if first.next is None:
         lines = [f"{subject} progressed for {first.lasted_s:.0f} s."]
     else:
-        call = _call_text(context, first.next)
+        call = numbered_call_text(context, first.next)
         lines = [f"{subject} reached {call}, which the CPU issued {first.lasted_s:.0f} s ago."]
     if cause.waiting:
         lines.append(_waiting_text(context, cause.waiting))
@@ -39,7 +38,7 @@ def blocked_together_text(cause: DevicesBlockedTogether, context: Context) -> li
     ranks = ranks_phrase([device.rank for device in devices])
     lines = [f"The devices of {ranks} do not progress. All have reached the same collectives."]
     if len(calls) == 1 and devices[0].reached:
-        lines.append(f"  last reached: {_call_text(context, devices[0].reached[0])}")
+        lines.append(f"  last reached: {numbered_call_text(context, devices[0].reached[0])}")
     return [
         *lines,
         (
@@ -54,7 +53,7 @@ def device_deadlock_text(cause: DeviceDeadlock, context: Context) -> list[str]:
     for cohort in cause.cohorts[:_MOST_RANKS]:
         ranks = ranks_phrase([device.rank for device in cohort])
         call = cohort[0].waits_in or cohort[0].reached[0]
-        lines.append(f"  waiting: {ranks}, in {_call_text(context, call)}")
+        lines.append(f"  waiting: {ranks}, in {numbered_call_text(context, call)}")
     lines.append(
         "The ranks issued the collectives of these groups in different orders on one stream. All"
         " ranks must use the groups in one order."
@@ -66,14 +65,16 @@ def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> str:
     calls = {device.reached[0][:2]: device.reached[0] for device in waiting}
     ranks = ranks_phrase([device.rank for device in waiting])
     if len(calls) == 1:
-        return f"  waiting on the device: {ranks}, in {_call_text(context, *calls.values())}"
+        return (
+            f"  waiting on the device: {ranks}, in {numbered_call_text(context, *calls.values())}"
+        )
     return f"  waiting on the device: {ranks}, in {len(calls)} different collectives"
 
 
 def _cause_text(context: Context, device: StalledDevice) -> str:
     issued = ""
     if device.next is not None:
-        call = context.job_calls.by_rank[device.rank].issued(device.next.key, device.next.number)
+        call = context.issued(device.next)
         issued = f", issued before that call ({place_text(call.place)})" if call is not None else ""
     elif device.place is not None:
         issued = f", issued after {place_text(device.place)}"
@@ -82,9 +83,3 @@ def _cause_text(context: Context, device: StalledDevice) -> str:
         f" and the kernel log (Xid) on the host of rank {device.rank}, and the kernels of that"
         " code."
     )
-
-
-def _call_text(context: Context, call: CallRef) -> str:
-    event = context.job_calls.by_rank[call.rank].issued(call.key, call.number)
-    title = context.job_calls.group(call.key).title
-    return f'{op_text(event)}, #{call.number} of group "{title}"'

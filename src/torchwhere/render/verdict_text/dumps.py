@@ -17,7 +17,14 @@ from torchwhere.diagnose.dump_hang import (
     ReferredCall,
     UnreachedCall,
 )
-from torchwhere.render.verdict_text.phrases import all_ranks_text, in_place, op_text, tensors_text
+from torchwhere.render.verdict_text.phrases import (
+    agree,
+    all_ranks_text,
+    in_place,
+    numbered_call_text,
+    subject_text,
+    tensors_text,
+)
 
 _SET_TIMING = (
     "The dumps do not show which devices have reached it. Set TORCH_NCCL_ENABLE_TIMING=1 before the"
@@ -31,7 +38,7 @@ def nothing_pending_text(cause: NothingPending, context: Context) -> list[str]:
 
 def progressed_meanwhile_text(cause: ProgressedMeanwhile, context: Context) -> list[str]:
     outdated = ranks_phrase(cause.outdated)
-    dumps, show = ("dump", "shows") if len(cause.outdated) == 1 else ("dumps", "show")
+    dumps, show = agree(cause.outdated, "dump", "dumps"), agree(cause.outdated, "shows", "show")
     return [
         (
             "The job progressed while the dumps were written: other ranks have completed calls that"
@@ -63,8 +70,8 @@ def missing_message_text(cause: MissingMessage, context: Context) -> list[str]:
 
 def unreached_call_text(cause: UnreachedCall, context: Context) -> list[str]:
     ranks = ranks_phrase(cause.ranks)
-    noun, has = ("device", "has") if len(cause.ranks) == 1 else ("devices", "have")
-    its = "its CPU has" if len(cause.ranks) == 1 else "their CPUs have"
+    noun, has = agree(cause.ranks, "device", "devices"), agree(cause.ranks, "has", "have")
+    its = agree(cause.ranks, "its CPU has", "their CPUs have")
     lines = [
         (
             f"The {noun} of {ranks} {has} not reached {_call_text(context, cause.call)}, which"
@@ -91,7 +98,7 @@ def unreached_call_text(cause: UnreachedCall, context: Context) -> list[str]:
 def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
     lines = [_incomplete_text(cause, context)]
     if cause.waiting:
-        wait = "waits" if len(cause.waiting) == 1 else "wait"
+        wait = agree(cause.waiting, "waits", "wait")
         lines.append(f"  {ranks_phrase(cause.waiting)} only {wait} for ranks in this call")
     if cause.absent or cause.unknown:
         return [*lines, *_unknown_text(cause)]
@@ -118,21 +125,19 @@ def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
 
 
 def _incomplete_text(cause: IncompleteCall, context: Context) -> str:
-    call, ranks = _call_text(context, cause.call), ranks_phrase(cause.ranks)
-    reference = cause.call.reference
+    call, ranks = _call_text(context, cause.call), subject_text(cause.ranks)
     if cause.unknown or cause.absent:
-        return f"{ranks.capitalize()} issued {call}, which is not complete."
+        return f"{ranks} issued {call}, which is not complete."
     if cause.went_on:
-        verb = "is" if len(cause.ranks) == 1 else "are"
-        title = context.job_calls.group(reference.key).title
+        number, title = cause.call.reference.number, _title(context, cause.call)
         return (
-            f'{ranks.capitalize()} {verb} still in #{reference.number} of group "{title}", which'
-            f" all ranks have issued; {ranks_phrase(cause.went_on)} continued. No rank is missing"
-            " from it."
+            f'{ranks} {agree(cause.ranks, "is", "are")} still in #{number} of group "{title}",'
+            f" which all ranks have issued; {ranks_phrase(cause.went_on)} continued. No rank is"
+            " missing from it."
         )
     if cause.call.ends is not None:
-        return f"{ranks.capitalize()} have issued {call}, and it is not complete."
-    issued = f"{ranks.capitalize()} {'has' if len(cause.ranks) == 1 else 'have'} issued"
+        return f"{ranks} have issued {call}, and it is not complete."
+    issued = f"{ranks} {agree(cause.ranks, 'has', 'have')} issued"
     if len(cause.ranks) == context.run.world_size:
         issued = all_ranks_text(len(cause.ranks), single="has issued", several="have issued")
     return f"{issued} {call}, and none has completed it. No rank is missing from any collective."
@@ -141,13 +146,12 @@ def _incomplete_text(cause: IncompleteCall, context: Context) -> str:
 def _unknown_text(cause: IncompleteCall) -> list[str]:
     lines = []
     if cause.absent:
-        left = (
-            "left no dump: whether it" if len(cause.absent) == 1 else "left no dump: whether they"
-        )
-        lines.append(f"  {ranks_phrase(cause.absent)} {left} reached this call is unknown")
+        they = agree(cause.absent, "it", "they")
+        absent = ranks_phrase(cause.absent)
+        lines.append(f"  {absent} left no dump: whether {they} reached this call is unknown")
     if cause.unknown:
-        show = "shows" if len(cause.unknown) == 1 else "show"
-        dumps = "dump" if len(cause.unknown) == 1 else "dumps"
+        show = agree(cause.unknown, "shows", "show")
+        dumps = agree(cause.unknown, "dump", "dumps")
         lines.append(
             f"  the {dumps} of {ranks_phrase(cause.unknown)} {show} nothing about this call: it may"
             " be complete there, or not issued"
@@ -204,12 +208,12 @@ def _at(context: Context, ranks: Sequence[int]) -> str:
 
 
 def _title(context: Context, call: ReferredCall) -> str:
-    return context.job_calls.group(call.reference.key).title
+    return context.title(call.reference.key)
 
 
 def _waiting_text(context: Context, ranks: Sequence[int]) -> list[str]:
     """The ranks that wait, as far as they have a dump."""
-    with_dump = [rank for rank in ranks if rank in context.job_calls.by_rank]
+    with_dump = [rank for rank in ranks if rank in context.by_rank]
     places = {in_place(context.place(rank)) for rank in with_dump}
     if not places:
         return []
@@ -219,12 +223,10 @@ def _waiting_text(context: Context, ranks: Sequence[int]) -> list[str]:
 
 def _call_text(context: Context, call: ReferredCall) -> str:
     """`all_reduce of float32 [4], #5 of group "default"`; for a message its ends."""
-    reference, title = call.reference, _title(context, call)
-    event = context.job_calls.by_rank[reference.rank].issued(reference.key, reference.number)
     if call.ends is None:
-        return f'{op_text(event)}, #{reference.number} of group "{title}"'
+        return numbered_call_text(context, call.reference)
     source, destination = call.ends
     return (
-        f"the message{tensors_text(event)} from rank {source} to rank {destination} on group"
-        f' "{title}"'
+        f"the message{tensors_text(context.issued(call.reference))} from rank {source} to rank"
+        f' {destination} on group "{_title(context, call)}"'
     )

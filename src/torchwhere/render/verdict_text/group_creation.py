@@ -6,7 +6,13 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.render.verdict_text.phrases import all_ranks_text, detail_text, in_place
+from torchwhere.render.verdict_text.phrases import (
+    agree,
+    all_ranks_text,
+    detail_text,
+    in_place,
+    subject_text,
+)
 
 _INIT = "init_process_group"
 _MOST_RANKS = 4  # with their own line
@@ -37,14 +43,11 @@ def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
         _creation_text(cause.creation.op, cause.creation.ranks),
         ranks_phrase(cause.there),
     )
-    verb = "waits" if len(cause.there) == 1 else "wait"
+    verb = agree(cause.there, "waits", "wait")
     where = f"  waiting: {waiting}, {in_place(cause.creation.place)}"
     if cause.absent:
         lines = [
-            (
-                f"{ranks_phrase(cause.absent).capitalize()} never called {creation}, where"
-                f" {waiting} {verb}."
-            ),
+            (f"{subject_text(cause.absent)} never called {creation}, where {waiting} {verb}."),
             where,
         ]
         lines += [f"  {_elsewhere_text(context, rank)}" for rank in cause.absent[:_MOST_RANKS]]

@@ -9,7 +9,13 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.rules.alltoall_splits import MOST_PAIRS, OP, UnmatchedSplits
 from torchwhere.diagnose.doctor.rules.mismatch import Cohort, DifferentCalls
-from torchwhere.render.verdict_text.phrases import call_text, step_text, survived_text
+from torchwhere.render.verdict_text.phrases import (
+    agree,
+    call_text,
+    step_text,
+    subject_text,
+    survived_text,
+)
 
 _MOST_COHORTS = 16
 
@@ -19,7 +25,7 @@ def different_calls_text(cause: DifferentCalls, context: Context) -> list[str]:
     difference = f"issued different calls: they differ in {' and '.join(cause.differs_in)}"
     if mismatch.aspect == "step":
         difference = "are in different steps"
-    title = context.job_calls.group(mismatch.key).title
+    title = context.title(mismatch.key)
     return [
         f'At #{mismatch.number} of group "{title}", the ranks {difference}.',
         *(f"  {ranks_phrase(row['ranks'])}: {row['issued']}" for row in cohort_rows(cause)),
@@ -67,7 +73,7 @@ def _consequences(cause: DifferentCalls) -> list[str]:
     if shift is None:
         return [text]
     culprits = cause.mismatch.culprits
-    they = "it" if len(culprits) == 1 else "they"
+    they = agree(culprits, "it", "they")
     call = "replay" if _is_replay(cause.call) else "call"
     reason = "skipped a step"
     if not shift.is_behind:
@@ -77,7 +83,7 @@ def _consequences(cause: DifferentCalls) -> list[str]:
     verb = "fell behind" if shift.is_behind else "ran ahead"
     return [
         (
-            f"{text} {ranks_phrase(culprits).capitalize()} {verb} in step {shift.step}: {they}"
+            f"{text} {subject_text(culprits)} {verb} in step {shift.step}: {they}"
             f" {reason} (optimizer.step, torchwhere.step)."
         )
     ]
@@ -85,7 +91,7 @@ def _consequences(cause: DifferentCalls) -> list[str]:
 
 def _blocked_text(cause: DifferentCalls, context: Context) -> list[str]:
     count = len(cause.blocked)
-    if count == len(context.job_calls.by_rank):
+    if count == len(context.by_rank):
         return [f"Now all {count} ranks are blocked, in calls that do not match each other."]
     if not count:
         return []
@@ -112,7 +118,7 @@ def _tie_text(cause: DifferentCalls) -> list[str]:
     if not mismatch.deviated:
         return ["The cohorts have the same size: the boxes do not show which one is wrong."]
     if mismatch.has_new_op:
-        they = "it" if len(mismatch.deviated) == 1 else "they"
+        they = agree(mismatch.deviated, "it", "they")
         return [
             (
                 f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} issued"
@@ -127,7 +133,7 @@ def _tie_text(cause: DifferentCalls) -> list[str]:
                 " whose code is the same on all ranks."
             )
         ]
-    own = "its own" if len(mismatch.deviated) == 1 else "their own"
+    own = agree(mismatch.deviated, "its own", "their own")
     return [
         (
             f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} deviated"
@@ -158,7 +164,7 @@ def _is_replay(event: Event | None) -> bool:
 
 
 def unmatched_splits_text(cause: UnmatchedSplits, context: Context) -> list[str]:
-    title = context.job_calls.group(cause.key).title
+    title = context.title(cause.key)
     lines = [
         f'In #{cause.number} of group "{title}", {OP}, the send and receive splits do not match.'
     ]
@@ -173,7 +179,7 @@ def unmatched_splits_text(cause: UnmatchedSplits, context: Context) -> list[str]
             f"  all ranks together send {cause.sent} elements and expect {cause.taken}; the boxes"
             " do not show which split is wrong"
         )
-    place = context.job_calls.by_rank[cause.ranks[0]].place_of(cause.key, cause.number)
+    place = context.by_rank[cause.ranks[0]].place_of(cause.key, cause.number)
     where = f" at {place.full_line}" if place is not None and place.line else ""
     lines.append(
         f"Look at: how the split sizes{where} are computed, and whether they change after the ranks"

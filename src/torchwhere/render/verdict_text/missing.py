@@ -8,29 +8,32 @@ from torchwhere.core.place import Certainty
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.exit_records import survived_exception
+from torchwhere.diagnose.doctor.pauses import Pause
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait
 from torchwhere.render.verdict_text.phrases import (
+    agree,
+    common_place_text,
     in_place,
-    issued_call,
-    op_text,
+    more_text,
+    numbered_call_text,
     rank_detail_text,
     step_text,
+    subject_text,
     survived_text,
     tensors_text,
 )
-from torchwhere.render.verdict_text.standstill import overdue_text
 
 _MOST_RANKS = 4  # with their own line
 
 
 def missing_ranks_text(cause: MissingRanks, context: Context) -> list[str]:
-    first = context.job_calls.by_rank.get(cause.ranks[0])
+    first = context.by_rank.get(cause.ranks[0])
     # stopped, or exited, inside the call
     is_inside = first is not None and first.counts.get(cause.wait.key, 0) > cause.wait.number
     lines = _inside_text(cause, context) if is_inside else _never_issued_text(cause, context)
-    lines += overdue_text(cause.pause, context)
+    lines += _overdue_text(cause.pause, context)
     return lines + _excuses_text(cause) + _elsewhere_ranks_text(cause)
 
 
@@ -42,10 +45,9 @@ def waiting_text(context: Context, wait: Wait) -> str:
     )
     if not together:  # all issued it: they wait for a rank without data, or on the device
         members = context.job_calls.members(wait.key)
-        with_data = [rank for rank in members if rank in context.job_calls.by_rank]
+        with_data = [rank for rank in members if rank in context.by_rank]
         together = [rank for rank in with_data if rank not in wait.missing]
-    places = {in_place(context.place(rank)) for rank in together}
-    where = places.pop() if len(places) == 1 else f"in {len(places)} different places"
+    where = common_place_text(context, together, noun="different places")
     return f"  waiting: {ranks_phrase(together)}, {where}"
 
 
@@ -53,26 +55,26 @@ def _inside_text(cause: MissingRanks, context: Context) -> list[str]:
     ranks = cause.ranks
     lines = [
         (
-            f"{ranks_phrase(ranks).capitalize()} reached {_awaited_text(context, cause.wait)}, but"
-            " cannot complete it."
+            f"{subject_text(ranks)} reached {_awaited_text(context, cause.wait)}, but cannot"
+            " complete it."
         ),
         waiting_text(context, cause.wait),
     ]
-    with_box = [rank for rank in ranks if rank in context.job_calls.by_rank]
-    lines += [
-        f"  rank {rank} is {in_place(context.place(rank))}: {rank_detail_text(context, rank)}"
-        if rank in with_box
-        else f"  {_elsewhere_text(context, rank)}"
-        for rank in ranks[:_MOST_RANKS]
-    ]
-    return lines + _more_text(ranks) + _branch_text(context, with_box, cause.wait)
+    with_box = [rank for rank in ranks if rank in context.by_rank]
+    for rank in ranks[:_MOST_RANKS]:
+        where = _elsewhere_text(context, rank)
+        if rank in with_box:
+            detail = rank_detail_text(context, rank)
+            where = f"rank {rank} is {in_place(context.place(rank))}: {detail}"
+        lines.append(f"  {where}")
+    return lines + more_text(ranks, _MOST_RANKS) + _branch_text(context, with_box, cause.wait)
 
 
 def _never_issued_text(cause: MissingRanks, context: Context) -> list[str]:
     ranks, wait = cause.ranks, cause.wait
     lines = [_claim_text(cause, context), waiting_text(context, wait)]
     lines += [f"  {_elsewhere_text(context, rank)}" for rank in ranks[:_MOST_RANKS]]
-    lines += _more_text(ranks)
+    lines += more_text(ranks, _MOST_RANKS)
     with_data = [rank for rank in ranks if context.job_calls.has_data(rank)]
     if with_data and wait.number:
         lines += _branch_text(context, with_data, wait)
@@ -81,9 +83,9 @@ def _never_issued_text(cause: MissingRanks, context: Context) -> list[str]:
 
 def _claim_text(cause: MissingRanks, context: Context) -> str:
     job_calls, exits = context.job_calls, context.exits
-    ranks, call = ranks_phrase(cause.ranks).capitalize(), _awaited_text(context, cause.wait)
+    ranks, call = subject_text(cause.ranks), _awaited_text(context, cause.wait)
     if all(rank in job_calls.by_rank and exits.outlived_its_watch(rank) for rank in cause.ranks):
-        watched = "it was watched" if len(cause.ranks) == 1 else "they were watched"
+        watched = agree(cause.ranks, "it was watched", "they were watched")
         return f"{ranks} did not issue {call} while {watched}."
     has_data = any(map(job_calls.has_data, cause.ranks))
     return f"{ranks} {'never' if has_data else 'may never have'} issued {call}."
@@ -91,14 +93,13 @@ def _claim_text(cause: MissingRanks, context: Context) -> str:
 
 def _awaited_text(context: Context, wait: Wait) -> str:
     """The awaited call: the collective, or the other end of a message."""
-    call, key = issued_call(context.job_calls, wait), wait.key
-    title = context.job_calls.group(key).title
-    if key.source == key.destination:
-        return f'{op_text(call)}, #{wait.number} of group "{title}"'
+    key = wait.key
+    if not key.is_p2p:
+        return numbered_call_text(context, wait)
     op = "recv" if wait.rank == key.source else "send"
     return (
-        f"the {op}{tensors_text(call)}, #{wait.number} from rank {key.source} to rank"
-        f' {key.destination} on group "{title}"'
+        f"the {op}{tensors_text(context.issued(wait))}, #{wait.number} from rank {key.source} to"
+        f' rank {key.destination} on group "{context.title(key)}"'
     )
 
 
@@ -118,23 +119,18 @@ def _elsewhere_text(context: Context, rank: int) -> str:
     return f"rank {rank} {verb} instead {in_place(place)}: {rank_detail_text(context, rank)}"
 
 
-def _more_text(ranks: Sequence[int]) -> list[str]:
-    return [f"  and {len(ranks) - _MOST_RANKS} more"] if len(ranks) > _MOST_RANKS else []
-
-
 def _branch_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[str]:
     """Where the ranks may have taken a different code path."""
     if all(context.state(rank) is State.STOPPED for rank in ranks):
         return ["Look at: what stopped it (a debugger, a shell, a scheduler that suspends jobs)."]
-    rank_calls = context.job_calls.by_rank[ranks[0]]
+    rank_calls = context.by_rank[ranks[0]]
     lines = []
     if not context.exits.was_ended_externally(ranks[0]):
-        error = survived_exception(rank_calls, rank_calls.rank_summary.records)
-        lines += survived_text(error)
+        lines = survived_text(survived_exception(rank_calls, rank_calls.rank_summary.records))
     before = rank_calls.issued(wait.key, wait.number - 1)
-    call = issued_call(context.job_calls, wait)
+    call = context.issued(wait)
     if before is not None and call is not None and call.place.line:
-        is_are = "is" if len(ranks) == 1 else "are"
+        is_are = agree(ranks, "is", "are")
         after = f"{before.place.full_line or 'its last collective'}{step_text(before)}"
         lines.append(
             f"Likely cause: {ranks_phrase(ranks)} took a different code path, or {is_are} blocked,"
@@ -144,11 +140,22 @@ def _branch_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[str
     return lines
 
 
+def _overdue_text(pause: Pause | None, context: Context) -> list[str]:
+    """Say that a reported wait has lasted longer than a pause of a healthy job may."""
+    if pause is None or (pause.kind is None and pause.limit_s <= context.timing.stall_s):
+        return []
+    work = f" for {pause.kind}" if pause.kind is not None else ""
+    earlier = "no rank has waited at this call before"
+    if pause.earlier_s:
+        earlier = f"the longest earlier wait at this call took {pause.earlier_s:.1f} s"
+    return [f"A pause{work} may last {pause.limit_s:.0f} s, and this one lasts longer: {earlier}."]
+
+
 def _doubts_text(cause: MissingRanks, context: Context) -> list[str]:
     """Other explanations that the data does not exclude."""
     ranks = cause.ranks
     if not any(map(context.job_calls.has_data, ranks)):
-        they = "they" if len(ranks) > 1 else "it"
+        they = agree(ranks, "it", "they")
         return [
             (
                 f"There is no data for {ranks_phrase(ranks)}. If {they} reached this collective"
@@ -168,9 +175,8 @@ def _doubts_text(cause: MissingRanks, context: Context) -> list[str]:
 def _elsewhere_ranks_text(cause: MissingRanks) -> list[str]:
     if not cause.elsewhere:
         return []
-    wait = "it still waits" if len(cause.elsewhere) == 1 else "they still wait"
-    ranks = ranks_phrase(cause.elsewhere).capitalize()
-    return [f"{ranks} did not reach it either: {wait} in another call."]
+    wait = agree(cause.elsewhere, "it still waits", "they still wait")
+    return [f"{subject_text(cause.elsewhere)} did not reach it either: {wait} in another call."]
 
 
 def _excuses_text(cause: MissingRanks) -> list[str]:

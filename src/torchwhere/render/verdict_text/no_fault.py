@@ -1,32 +1,39 @@
-"""Sentences of a verdict without a culprit: all ranks blocked together, a healthy job, an unknown
-cause."""
+"""Sentences of a verdict without a culprit: all ranks blocked together, a healthy job, a pause, an
+unknown cause."""
 
 from __future__ import annotations
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.rank_text import ranks_phrase, watched_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.pace import Pace
-from torchwhere.diagnose.doctor.partly_watched import PartlyWatched
+from torchwhere.diagnose.doctor.pauses import Pause, PauseKind
 from torchwhere.diagnose.doctor.rules.exited import TimedOutTogether
 from torchwhere.diagnose.doctor.rules.lost_data import LostData
 from torchwhere.diagnose.doctor.rules.no_fault import (
     CreatingGroup,
     Finished,
     InOneCall,
+    PartlyWatched,
     Progressing,
     ProgressingAtEnd,
     Quiet,
     ShortWait,
+    Standstill,
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
 from torchwhere.render.verdict_text.phrases import (
+    agree,
     all_ranks_text,
+    common_place_text,
     first_line,
     in_place,
+    numbered_call_text,
     op_text,
     rank_detail_text,
+    subject_text,
 )
 
 _SUSPECT_NETWORK = (
@@ -34,6 +41,7 @@ _SUSPECT_NETWORK = (
     " network links and the devices."
 )
 _MOST_PLACES = 4
+_MOST_RANKS = 4  # with their own line
 
 
 def pace_text(pace: Pace) -> str:
@@ -51,9 +59,8 @@ def pace_text(pace: Pace) -> str:
 
 
 def blocked_together_text(cause: BlockedTogether, context: Context) -> list[str]:
-    ranks = context.job_calls.by_rank
-    places = {in_place(context.place(rank)) for rank in ranks}
-    where = places.pop() if len(places) == 1 else f"in {len(places)} places"
+    ranks = context.by_rank
+    where = common_place_text(context, ranks, noun="places")
     stalled = all_ranks_text(len(ranks), single="is stalled", several="are stalled")
     return [
         f"{stalled}, {where}. No rank is missing from any collective.",
@@ -63,7 +70,7 @@ def blocked_together_text(cause: BlockedTogether, context: Context) -> list[str]
 
 def timed_out_together_text(cause: TimedOutTogether, context: Context) -> list[str]:
     text = rank_detail_text(context, cause.example_rank)
-    count = len(context.job_calls.by_rank)
+    count = len(context.by_rank)
     reached = all_ranks_text(count, single="reached", several="reached")
     return [
         (
@@ -79,7 +86,7 @@ def timed_out_together_text(cause: TimedOutTogether, context: Context) -> list[s
 
 
 def finished_text(cause: Finished, context: Context) -> list[str]:
-    count = len(context.job_calls.by_rank)
+    count = len(context.by_rank)
     finished = all_ranks_text(count, single="has finished", several="have finished")
     if context.no_data:
         have = "has" if count == 1 else "have"
@@ -127,7 +134,7 @@ def _last_text(last: InOneCall | CreatingGroup | ShortWait) -> str:
             " there would look the same."
         )
     if isinstance(last, CreatingGroup):
-        was = "was" if len(last.ranks) == 1 else "were"
+        was = agree(last.ranks, "was", "were")
         return (
             f"At the end {ranks_phrase(last.ranks)} {was} creating a process group and waiting"
             " there for other ranks."
@@ -148,16 +155,14 @@ def quiet_text(cause: Quiet, context: Context) -> list[str]:
         )
     return [
         f"{quiet} in a collective. {pace_text(cause.pace)}",
-        *place_lines(context),
+        *_place_lines(context),
         "The boxes do not show whether they work there or hang. Look at: these lines.",
     ]
 
 
-def place_lines(context: Context) -> list[str]:
+def _place_lines(context: Context) -> list[str]:
     """The places of the ranks, one line for each of the first few."""
-    places: dict[str, list[int]] = {}
-    for rank in context.job_calls.by_rank:
-        places.setdefault(in_place(context.place(rank)), []).append(rank)
+    places = grouped((in_place(context.place(rank)), rank) for rank in context.by_rank)
     first = list(places.items())[:_MOST_PLACES]
     return [f"  {ranks_phrase(ranks)}: {place}" for place, ranks in first]
 
@@ -167,25 +172,23 @@ def lost_data_text(cause: LostData, context: Context) -> list[str]:
     ended = f"The job is over, and {no_data} left no readable {noun}. {pace_text(cause.pace)}"
     if call is None:
         return [ended, "The others issued no collective: it is unknown what the job did."]
-    issued = context.job_calls.by_rank[call.rank].issued(call.key, call.number)
-    title = context.job_calls.group(call.key).title
-    reached = f'{op_text(issued)}, #{call.number} of group "{title}"'
+    reached = numbered_call_text(context, call)
     if cause.went_on:
         return [
             ended,
             (
-                f"{ranks_phrase(cause.went_on).capitalize()} continued after {reached}, which needs"
+                f"{subject_text(cause.went_on)} continued after {reached}, which needs"
                 " all ranks of the group: until then nothing was wrong."
             ),
             f"It is unknown what {no_data} did after it.",
         ]
     if cause.reached:
-        its = "its" if len(cause.reached) == 1 else "their"
+        its = agree(cause.reached, "its", "their")
         return [
             ended,
             f"The others reached {reached}.",
             (
-                f"{ranks_phrase(cause.reached).capitalize()} reached it too, by {its} counters; the"
+                f"{subject_text(cause.reached)} reached it too, by {its} counters; the"
                 f" call itself is lost with {its} {noun}."
             ),
             "It is unknown whether they hung there, and what was wrong.",
@@ -197,3 +200,67 @@ def lost_data_text(cause: LostData, context: Context) -> list[str]:
             " what was wrong."
         ),
     ]
+
+
+# -- no progress -----------------------------------------------------------------------------------
+
+
+def standstill_text(cause: Standstill, context: Context) -> list[str]:
+    last = cause.last
+    if cause.is_pause:
+        lines = [_last_now_text(last, context)] if last is not None else []
+        return [_paused_text(cause), *lines, *_work_lines(cause.pause, context)]
+    still = _not_yet_text(cause, context.timing.stall_s)
+    if last is None:
+        return [still, *_place_lines(context)]
+    is_wait = isinstance(last, InOneCall | ShortWait)
+    doubt = " A normal pause looks the same." if is_wait else ""
+    return [still, f"{_last_now_text(last, context)}{doubt}"]
+
+
+def _paused_text(cause: Standstill) -> str:
+    kind = cause.pause.kind
+    title = "Starting" if kind is PauseKind.STARTING else f"Paused: {kind}"
+    limit = f"; this is called a hang after {cause.pause.limit_s:g} s"
+    if cause.last is None:
+        limit = ", and no rank waits for another"
+    return f"{title}. No progress for {cause.still_s:.1f} s{limit}. {pace_text(cause.pace)}"
+
+
+def _not_yet_text(cause: Standstill, stall_s: float) -> str:
+    pause = cause.pause
+    limit = f"the limit is {stall_s:g} s (--stall)"
+    if pause.earlier_s and pause.limit_s > stall_s:
+        limit = (
+            f"ranks have waited here for {pause.earlier_s:.0f} s before, so the limit is"
+            f" {pause.limit_s:.0f} s"
+        )
+    return (
+        f"No progress for {cause.still_s:.1f} s, not yet called a hang: {limit}."
+        f" {pace_text(cause.pace)}"
+    )
+
+
+def _last_now_text(last: InOneCall | CreatingGroup | ShortWait, context: Context) -> str:
+    """What the ranks are in."""
+    if isinstance(last, InOneCall):
+        count = len(context.by_rank)
+        are_in = all_ranks_text(count, single="is in", several="are in")
+        return f"{are_in} {op_text(last.call)}."
+    ranks = subject_text(last.ranks)
+    if isinstance(last, CreatingGroup):
+        verb = agree(last.ranks, "creates", "create")
+        return f"{ranks} {verb} a process group and may wait there for other ranks."
+    have = agree(last.ranks, "has", "have")
+    return (
+        f"{ranks} {have} waited for {ranks_phrase(last.awaited)} for {last.waited_s:.1f} s,"
+        f" in {op_text(last.call)}."
+    )
+
+
+def _work_lines(pause: Pause, context: Context) -> list[str]:
+    """Where the ranks are that others wait for."""
+    work = list(zip(pause.ranks, pause.kinds, strict=False))[:_MOST_RANKS]
+    lines = [f"  rank {rank} is {kind}, {in_place(context.place(rank))}" for rank, kind in work]
+    left_out = len(pause.ranks) - len(lines)
+    return [*lines, f"  and {left_out} more"] if left_out else lines

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.render.verdict_text.phrases import agree
 
 _MOST_RUNS = 8  # of ranks
 
@@ -14,7 +15,7 @@ _MOST_RUNS = 8  # of ranks
 def snapshots_text(job_calls: JobCalls) -> str:
     """The ranks whose calls come from snapshots."""
     ranks = sorted(job_calls.from_snapshot)
-    whose = "its box" if len(ranks) == 1 else "their boxes"
+    whose = agree(ranks, "its box", "their boxes")
     later = "; later calls are unknown" if job_calls.stale & job_calls.from_snapshot else ""
     return f"calls of {ranks_phrase(ranks, most=_MOST_RUNS)} come from a snapshot of {whose}{later}"
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Collection, Iterable, Sized
 from dataclasses import replace
 
 from torchwhere.core.events import Event
 from torchwhere.core.place import Certainty, Place, shown
-from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Condition, Context, Detail, StoppedHeartbeat
 from torchwhere.diagnose.doctor.exit_records import ExitReason
+from torchwhere.diagnose.doctor.finding import CallRef
 from torchwhere.diagnose.doctor.stacks import Activity, Hold
 from torchwhere.diagnose.doctor.waits import Wait
 
@@ -18,6 +20,27 @@ from torchwhere.diagnose.doctor.waits import Wait
 def all_ranks_text(count: int, *, single: str, several: str) -> str:
     """All ranks of a job and their verb: `All 4 ranks have`, `The only rank has`."""
     return f"The only rank {single}" if count == 1 else f"All {count} ranks {several}"
+
+
+def agree(subjects: Sized, single: str, several: str) -> str:
+    """The form of a word for one subject, or for several: `is` or `are`."""
+    return single if len(subjects) == 1 else several
+
+
+def subject_text(ranks: Collection[int]) -> str:
+    """Ranks at the beginning of a sentence: `Rank 2`, `Ranks 0-3, 7`."""
+    return ranks_phrase(ranks).capitalize()
+
+
+def common_place_text(context: Context, ranks: Iterable[int], *, noun: str) -> str:
+    """The place of ranks; if they are in several, how many: `in 3 places`."""
+    places = {in_place(context.place(rank)) for rank in ranks}
+    return places.pop() if len(places) == 1 else f"in {len(places)} {noun}"
+
+
+def more_text(subjects: Sized, most: int) -> list[str]:
+    """Say how many follow after the first `most`, if there are more."""
+    return [f"  and {len(subjects) - most} more"] if len(subjects) > most else []
 
 
 def place_text(place: Place) -> str:
@@ -75,9 +98,9 @@ def step_text(call: Event) -> str:
     return f" (step {call.place.step})" if call.place.step is not None else ""
 
 
-def issued_call(job_calls: JobCalls, wait: Wait) -> Event | None:
-    """The call that a rank waits in."""
-    return job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
+def numbered_call_text(context: Context, call: CallRef | Wait) -> str:
+    """`all_reduce of float32 [4, 8], #5 of group "default"`."""
+    return f'{op_text(context.issued(call))}, #{call.number} of group "{context.title(call.key)}"'
 
 
 def survived_text(error: Event | None) -> list[str]:

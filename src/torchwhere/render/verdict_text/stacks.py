@@ -26,7 +26,13 @@ from torchwhere.gpus.samples import gpus_of
 from torchwhere.processes.observation import HelperObservation, RankObservation
 from torchwhere.processes.py_spy import Refusal
 from torchwhere.processes.status import STOPPED
-from torchwhere.render.verdict_text.phrases import all_ranks_text, in_place, rank_detail_text
+from torchwhere.render.verdict_text.phrases import (
+    agree,
+    all_ranks_text,
+    in_place,
+    rank_detail_text,
+    subject_text,
+)
 
 _MOST_RANKS = 4  # with their own line
 _MOST_HELPERS = 4
@@ -68,8 +74,8 @@ _FLIGHT_RECORDER = (
 
 
 def awaited_ranks_text(cause: AwaitedRanks, context: Context) -> list[str]:
-    ranks = ranks_phrase(cause.ranks).capitalize()
-    is_are = "is" if len(cause.ranks) == 1 else "are"
+    ranks = subject_text(cause.ranks)
+    is_are = agree(cause.ranks, "is", "are")
     lines = [f"{ranks} {is_are} {_reason_text(cause)}."]
     lines += _waits_text(context, cause.calls, cause.on_device)
     for rank in cause.ranks[:_MOST_RANKS]:
@@ -88,7 +94,7 @@ def _reason_text(cause: AwaitedRanks) -> str:
     if not cause.calls:
         return f"blocked, while {ranks_phrase(cause.on_device)} wait for their devices"
     waiting = _waiting(cause.calls)
-    wait = "waits" if len(waiting) == 1 else "wait"
+    wait = agree(waiting, "waits", "wait")
     ops = " or ".join(_op_text(op) for op in dict.fromkeys(call.op for call in cause.calls))
     return f"not in {ops} in which {ranks_phrase(waiting)} {wait}"
 
@@ -101,16 +107,14 @@ def _op_text(op: str) -> str:
 def open_wait_text(cause: OpenWait, context: Context) -> list[str]:
     job = cause.job
     waiting = (*_waiting(cause.calls), *cause.on_device)
-    verb = "waits" if len(waiting) == 1 else "wait"
-    lines = [
-        f"{ranks_phrase(sorted(waiting)).capitalize()} {verb}, and it is not known for which rank."
-    ]
+    verb = agree(waiting, "waits", "wait")
+    lines = [f"{subject_text(sorted(waiting))} {verb}, and it is not known for which rank."]
     lines += _waits_text(context, cause.calls, cause.on_device)
     for rank in cause.elsewhere[:_MOST_RANKS]:
         lines += _rank_text(context, job, rank)
     lines += _unclear_text(job, cause.unclear)
     if job.unseen:
-        it_was = "it was" if len(job.unseen) == 1 else "they were"
+        it_was = agree(job.unseen, "it was", "they were")
         lines.append(
             f"Look at {ranks_phrase(job.unseen)} first: {it_was} not found on the hosts that"
             " torchwhere looked at."
@@ -161,7 +165,7 @@ def gone_ranks_text(cause: GoneRanks, context: Context) -> list[str]:
     if not left:
         exited = all_ranks_text(len(cause.ranks), single="exited", several="exited")
     else:
-        exited = f"{ranks_phrase(cause.ranks).capitalize()} exited"
+        exited = f"{subject_text(cause.ranks)} exited"
     lines = [
         f"{exited} while torchwhere looked at the job.",
         *_places_text(context, cause.job, left),
@@ -184,11 +188,11 @@ def partly_blocked_text(cause: PartlyBlocked, context: Context) -> list[str]:
     ranks = set(job.ranks).difference(cause.blocked, cause.unknown)
     lines = ["No rank waits in a collective."]
     if cause.blocked:
-        ranks_text = ranks_phrase(cause.blocked).capitalize()
+        ranks_text = subject_text(cause.blocked)
         lines.append(f"{ranks_text} did not run for {job.seconds:.0f} s:")
         lines += _places_text(context, job, cause.blocked)
     if ranks:
-        lines.append(f"{ranks_phrase(sorted(ranks)).capitalize()} ran:")
+        lines.append(f"{subject_text(sorted(ranks))} ran:")
         lines += _places_text(context, job, ranks)
     return lines + _unclear_text(job, cause.unknown)
 

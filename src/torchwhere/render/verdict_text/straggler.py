@@ -11,6 +11,7 @@ from torchwhere.diagnose.doctor.lost_between import Moment
 from torchwhere.diagnose.doctor.rules.straggler import LateRanks
 from torchwhere.diagnose.doctor.stack_samples import SampledPlace
 from torchwhere.diagnose.doctor.stragglers import Straggler
+from torchwhere.render.verdict_text.phrases import subject_text
 
 
 def late_ranks_text(cause: LateRanks, context: Context) -> list[str]:
@@ -20,7 +21,7 @@ def late_ranks_text(cause: LateRanks, context: Context) -> list[str]:
 def straggler_text(late: Straggler) -> list[str]:
     """How late the ranks are, what it costs, and where they lose the time."""
     is_one = len(late.ranks) == 1
-    subjects = ranks_phrase(late.ranks).capitalize()
+    subjects = subject_text(late.ranks)
     if late.on_device:
         subjects = f"The {'device' if is_one else 'devices'} of {ranks_phrase(late.ranks)}"
     lines = [

@@ -14,10 +14,10 @@ from torchwhere.diagnose.doctor.rules.deadlock import find_deadlock
 from torchwhere.diagnose.doctor.rules.device_hang import find_device_hang
 from torchwhere.diagnose.doctor.rules.exited import (
     find_exited,
+    find_extra_call,
     find_first_exit,
     find_unexplained_failure,
 )
-from torchwhere.diagnose.doctor.rules.extra_call import find_extra_call
 from torchwhere.diagnose.doctor.rules.group_creation import find_blocked_group_creation
 from torchwhere.diagnose.doctor.rules.lost_data import find_lost_data
 from torchwhere.diagnose.doctor.rules.mismatch import find_mismatch

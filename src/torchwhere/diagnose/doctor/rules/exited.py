@@ -1,4 +1,5 @@
-"""Rules: ranks exited while others wait for them; ranks failed; a rank exited before the others."""
+"""Rules: ranks exited, or finished, while others wait for them; ranks failed; a rank exited before
+the others."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks, is_usual_delay
 from torchwhere.diagnose.doctor.verdict import State, VerdictKind
-from torchwhere.diagnose.doctor.waits import Wait, awaited
+from torchwhere.diagnose.doctor.waits import Wait, awaited, waiting_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,15 @@ class ExitedBeforeOthers(Cause):
     """Ranks that exited before the others and left no exit record."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraCall(Cause):
+    """Ranks that issued a call which the others, which have finished, never issued."""
+
+    ranks: tuple[int, ...]
+    finished: tuple[int, ...]
+    wait: Wait
 
 
 def find_exited(context: Context) -> Finding | None:
@@ -128,8 +138,7 @@ def _device_errors(context: Context, ranks: list[int]) -> dict[str, object]:
     errors = {
         rank: str(error)
         for rank in ranks
-        if rank in context.job_calls.by_rank
-        and (error := context.exits.device_error(rank)) is not None
+        if rank in context.by_rank and (error := context.exits.device_error(rank)) is not None
     }
     return {"device_errors": errors} if errors else {}
 
@@ -168,10 +177,41 @@ def _timed_out(context: Context, no_data: list[int]) -> Finding:
             call=call,
             certainty=Certainty.INFERRED,
         )
-    first = next(rank for rank in context.job_calls.by_rank if context.exits.timed_out(rank))
+    first = next(rank for rank in context.by_rank if context.exits.timed_out(rank))
     return Finding(
         VerdictKind.TOGETHER, TimedOutTogether(first), call=call, certainty=Certainty.INFERRED
     )
+
+
+# -- ranks that wait for finished ranks ------------------------------------------------------------
+
+
+def find_extra_call(context: Context) -> Finding | None:
+    """A few ranks wait in a collective that most ranks never issued, because those have finished.
+
+    A rank that issued one collective too many often gets to `destroy_process_group`, and hangs
+    there: the group waits for this collective. The ranks that finished did as most ranks did.
+    """
+    finished = awaited(context.waits)
+    wait = context.first_wait_for(finished)
+    if wait is None or wait.no_data or not all(_has_finished(context, rank) for rank in finished):
+        return None
+    ranks = tuple(sorted(other.rank for other in waiting_for(context.waits, finished)))
+    if len(ranks) >= len(finished):
+        return None
+    return Finding(
+        VerdictKind.MISMATCH,
+        ExtraCall(ranks, tuple(finished), wait),
+        culprits=ranks,
+        call=CallRef.of(wait),
+        stalled_s=context.timing.waited_s(wait),
+    )
+
+
+def _has_finished(context: Context, rank: int) -> bool:
+    if rank not in context.by_rank or context.exits.outlived_its_watch(rank):
+        return False
+    return context.state(rank) is State.FINISHED
 
 
 # -- exits that leave no rank waiting -------------------------------------------------------------

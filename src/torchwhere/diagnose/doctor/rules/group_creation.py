@@ -111,14 +111,14 @@ def _pending_group(context: Context) -> PendingGroup | None:
     """The earliest group creation that ranks are in."""
     inside = {
         rank: made
-        for rank in context.job_calls.by_rank
+        for rank in context.by_rank
         if (made := context.group_in_creation(rank)) is not None
     }
     if not inside:
         return None
     first = min(made.number for made in inside.values())
     there = tuple(rank for rank, made in inside.items() if made.number == first)
-    ranks = context.job_calls.by_rank.items()
+    ranks = context.by_rank.items()
     absent = tuple(rank for rank, rank_calls in ranks if _is_behind(rank_calls, first))
     return PendingGroup(inside[there[0]], there, absent)
 
@@ -135,10 +135,10 @@ def _is_behind(rank_calls: RankCalls, number: int) -> bool:
 def _blame(context: Context, pending: PendingGroup) -> _Blame | None:
     """The culprits of a group creation that some ranks have not reached."""
     absent, there = pending.absent, pending.there
-    if not absent and (context.no_data or len(context.job_calls.by_rank) == 1):
+    if not absent and (context.no_data or len(context.by_rank) == 1):
         return _Blame(VerdictKind.MISSING)
     if not absent:
-        are_all = len(there) == len(context.job_calls.by_rank)
+        are_all = len(there) == len(context.by_rank)
         return _Blame(VerdictKind.TOGETHER) if are_all else None
     since_ns = pending.creation.since_ns
     gone = tuple(
@@ -172,7 +172,7 @@ def _different_groups(context: Context) -> DifferentGroups | None:
     """The first number at which ranks created different groups, the largest cohort first."""
     creations = {
         rank: {made.number: made for made in rank_calls.rank_summary.group_creations}
-        for rank, rank_calls in context.job_calls.by_rank.items()
+        for rank, rank_calls in context.by_rank.items()
     }
     for number in sorted({number for made in creations.values() for number in made}):
         cohorts: dict[GroupCall, list[int]] = {}
@@ -188,7 +188,7 @@ def _different_groups(context: Context) -> DifferentGroups | None:
 
 
 def _cohort(context: Context, call: GroupCall, ranks: list[int]) -> GroupCohort:
-    group_creations = context.job_calls.by_rank[ranks[0]].rank_summary.group_creations
+    group_creations = context.by_rank[ranks[0]].rank_summary.group_creations
     place = next(made.place for made in group_creations if _group_call(made) == call)
     return GroupCohort(call, tuple(ranks), place)
 
@@ -209,11 +209,11 @@ def _culprits(context: Context, difference: DifferentGroups) -> tuple[int, ...]:
 
 
 def _is_made_later(context: Context, number: int, cohort: GroupCohort) -> bool:
-    others = context.job_calls.by_rank.keys() - set(cohort.ranks)
+    others = context.by_rank.keys() - set(cohort.ranks)
     return any(
         _group_call(made) == cohort.call and made.number > number
         for rank in others
-        for made in context.job_calls.by_rank[rank].rank_summary.group_creations
+        for made in context.by_rank[rank].rank_summary.group_creations
     )
 
 

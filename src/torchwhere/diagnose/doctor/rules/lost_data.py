@@ -50,7 +50,7 @@ def _went_on_after(context: Context, call: CallRef) -> list[int]:
     reached a later step."""
     key, number = call.key, call.number
     ranks = []
-    for rank, rank_calls in context.job_calls.by_rank.items():
+    for rank, rank_calls in context.by_rank.items():
         if rank_calls.last != (key, number) or not is_of_all(rank_calls, key, number):
             continue
         is_in_it = rank_calls.in_collective_since_ns is not None

@@ -55,7 +55,7 @@ def find_missing(context: Context) -> Finding | None:
     ranks = [
         rank
         for rank in suspects.ranks
-        if rank not in context.job_calls.by_rank or context.group_in_creation(rank) is None
+        if rank not in context.by_rank or context.group_in_creation(rank) is None
     ]
     if wait is None or not ranks or not context.timing.is_stalled(wait):
         return None
@@ -116,7 +116,7 @@ def _suspects(context: Context) -> _Suspects:
 
 def _is_observed(context: Context, ranks: list[int], wait: Wait) -> bool:
     """Whether the data shows for certain that these ranks are missing, and for long enough."""
-    timing, by_rank = context.timing, context.job_calls.by_rank
+    timing, by_rank = context.timing, context.by_rank
     if any(rank in by_rank and context.exits.outlived_its_watch(rank) for rank in ranks):
         return False
     is_short = timing.is_over and (timing.waited_s(wait) or 0.0) < timing.stall_s
@@ -154,7 +154,7 @@ def _excuses(context: Context, ranks: list[int]) -> tuple[Excuse, ...]:
     patterns = Patterns(context.job_calls, ranks=len(ranks))
     excuses = []
     for rank in ranks:
-        if rank not in context.job_calls.by_rank:
+        if rank not in context.by_rank:
             continue
         other = may_wait_for(context.job_calls, rank, context.no_data)
         may_be_blocked = other is not None and context.is_in_last_collective(rank) is not False

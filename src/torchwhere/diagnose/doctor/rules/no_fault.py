@@ -104,6 +104,14 @@ class EndedUnfinished(Cause):
     waiting: tuple[int, ...]  # those others
 
 
+@dataclass(frozen=True, slots=True)
+class PartlyWatched(Cause):
+    """The ranks with data show no fault; the others have no data."""
+
+    of_watched: Cause  # what the ranks with data show
+    unwatched: tuple[int, ...]
+
+
 def find_no_fault(context: Context) -> Finding:
     pace, quiet_s = pace_of(context.job_calls), _quiet_s(context)
     standstill = _standstill(context, pace)
@@ -123,23 +131,24 @@ def no_fault(
     *,
     call: CallRef | None = None,
 ) -> Finding:
-    """The finding on a job without a fault, unless it was killed or ended by SIGTERM."""
+    """The finding on a job without a fault, unless it was killed or ended by SIGTERM.
+
+    A job is not called healthy if a rank has no data.
+    """
     facts = pace.to_dict()
     if not context.exits.ended_unfinished:
-        still_s = cause.still_s if isinstance(cause, Standstill) else None
-        if isinstance(cause, Standstill) and cause.is_pause:
-            facts["paused"] = cause.pause.to_dict()
-        return Finding(
-            VerdictKind.HEALTHY,
-            cause,
-            call=call,
-            certainty=certainty,
-            stalled_s=still_s,
-            facts=facts,
-        )
+        kind, still_s, shown = VerdictKind.HEALTHY, None, cause
+        if isinstance(cause, Standstill):
+            still_s = cause.still_s
+            facts |= {"paused": cause.pause.to_dict()} if cause.is_pause else {}
+        if context.no_data and context.run.noun != "dump":
+            unwatched = tuple(sorted(context.no_data))
+            kind, shown = VerdictKind.PARTIAL, PartlyWatched(cause, unwatched)
+            facts["unwatched"] = list(unwatched)
+        return Finding(kind, shown, call=call, certainty=certainty, stalled_s=still_s, facts=facts)
     killed = frozenset(context.exits.killed())
     first = [rank for rank in awaited(context.waits) if rank in killed]
-    if 2 * len(first) >= len(context.job_calls.by_rank):
+    if 2 * len(first) >= len(context.by_rank):
         first = []
     waiting = sorted(wait.rank for wait in waiting_for(context.waits, first))
     return Finding(
@@ -167,13 +176,13 @@ def _ended_in_call(context: Context) -> bool:
     return (
         context.are_all_in_one_call
         or bool(context.waits)
-        or any(map(context.group_in_creation, context.job_calls.by_rank))
+        or any(map(context.group_in_creation, context.by_rank))
     )
 
 
 def _quiet_s(context: Context) -> float | None:
     """How long no rank has recorded anything, if that is long and no rank waits; else None."""
-    timing, ranks = context.timing, context.job_calls.by_rank
+    timing, ranks = context.timing, context.by_rank
     lasted = timing.since_s(timing.recorded_ns)
     if lasted is None or context.have_finished or context.waits or not ranks:
         return None
@@ -187,7 +196,7 @@ def _standstill(context: Context, pace: Pace) -> Standstill | None:
     clock of this host would also count the time that it takes to read all boxes. A job of one rank
     has no heartbeat, and its box is read at once.
     """
-    timing, by_rank = context.timing, context.job_calls.by_rank
+    timing, by_rank = context.timing, context.by_rank
     wait = context.first_wait_for(awaited(context.waits))
     ranks = [wait.rank] if wait is not None else list(by_rank)
     if timing.is_over or context.have_finished or not ranks:
@@ -215,20 +224,20 @@ def _pause(context: Context, wait: Wait | None) -> Pause:
     """What the ranks do that others wait for; if no rank waits, what all ranks do."""
     if wait is not None:
         return pause_of(context, awaited(context.waits), wait)
-    by_rank = context.job_calls.by_rank
+    by_rank = context.by_rank
     return pause_of(context, [rank for rank in by_rank if not context.group_in_creation(rank)])
 
 
 def _moved_ns(context: Context, rank: int) -> int:
     """When a rank last recorded something, or entered or left a module."""
-    rank_calls = context.job_calls.by_rank[rank]
+    rank_calls = context.by_rank[rank]
     return max(rank_calls.box_summary.last_ns, rank_calls.rank_summary.moved_ns)
 
 
 def _progress(context: Context, pace: Pace) -> Cause:
     if context.have_finished:
         return Finished(pace)
-    first = next(iter(context.job_calls.by_rank.values()), None)
+    first = next(iter(context.by_rank.values()), None)
     call = first.last_collective if first is not None and context.are_all_in_one_call else None
     if context.is_unknown_end and call is not None:
         return UnobservedEnd(pace, call)
@@ -243,12 +252,12 @@ def _last(context: Context) -> InOneCall | CreatingGroup | ShortWait | None:
     """What the ranks are in, or were in when the job ended."""
     if not context.are_all_in_one_call:
         return _had_begun_to_wait(context)
-    return InOneCall(next(iter(context.job_calls.by_rank.values())).last_collective)
+    return InOneCall(next(iter(context.by_rank.values())).last_collective)
 
 
 def _had_begun_to_wait(context: Context) -> CreatingGroup | ShortWait | None:
     """The ranks that waited when the job ended."""
-    by_rank = context.job_calls.by_rank
+    by_rank = context.by_rank
     creating = tuple(rank for rank in by_rank if context.group_in_creation(rank) is not None)
     if creating:
         return CreatingGroup(creating)

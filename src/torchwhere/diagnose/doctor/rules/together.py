@@ -26,7 +26,7 @@ def find_blocked_together(context: Context) -> Finding | None:
         call=context.last_call,
         certainty=Certainty.INFERRED if context.no_data else Certainty.EXACT,
         stalled_s=all_blocked_s(context),
-        blocked=frozenset(context.job_calls.by_rank),
+        blocked=frozenset(context.by_rank),
     )
 
 
@@ -36,5 +36,5 @@ def _are_paused(context: Context) -> bool:
     if context.timing.is_over:
         return False
     lasted_s = all_blocked_s(context) or 0.0
-    pauses = (pause_of(context, [rank]) for rank in context.job_calls.by_rank)
+    pauses = (pause_of(context, [rank]) for rank in context.by_rank)
     return any(pause.kind is not None and lasted_s < pause.limit_s for pause in pauses)
