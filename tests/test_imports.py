@@ -67,7 +67,7 @@ LIGHT = {
     "commands": {"commands", "core"},
 }
 # Packages inside packages: they need no place of their own in the order.
-INNER = {"diagnose.doctor.rules", "render.fact_text", "render.page", "render.verdict_text"}
+INNER = {"diagnose.doctor.rules", "render.page", "render.verdict_text"}
 RUNS_THE_SCRIPT = "commands.launch"  # `torchwhere run` imports it when it starts the script
 ENTRY_POINT = re.compile(r"Entry points?: `")
 

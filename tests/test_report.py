@@ -39,7 +39,7 @@ from torchwhere.diagnose.report.report import Report, make_report
 from torchwhere.diagnose.report.spans import module_times
 from torchwhere.pipeline.report import report_json, report_on
 from torchwhere.pipeline.verdict import diagnose_run
-from torchwhere.render.fact_text import report as report_text
+from torchwhere.render import fact_text as report_text
 
 GOLDEN = Path(__file__).parent / "golden" / "report-shape.json"
 STEPS = 6

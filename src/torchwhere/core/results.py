@@ -62,7 +62,7 @@ class Fact(Shown):
     """A fact that an analysis found: data, which `str()` turns into a sentence.
 
     Each kind of fact is a frozen dataclass in a `facts.py` or in `dump_facts.py`;
-    `render/fact_text` writes the sentences.
+    `render/fact_text.py` writes the sentences.
     """
 
     __slots__ = ()

@@ -17,7 +17,7 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.core.units import amount
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
-from torchwhere.render.fact_text.layout import group_text
+from torchwhere.render.fact_text import group_text
 from torchwhere.render.lines import (
     Cell,
     Column,
