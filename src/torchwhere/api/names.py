@@ -8,7 +8,7 @@ by object; this file adds the facts, and the names as text and as data.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torchwhere.model.parameters import (
     is_flat,
 )
 from torchwhere.model.wrappers import innermost
+from torchwhere.render.text_table import TextTable
 
 __all__ = ["Names", "UnknownNameError", "check", "names", "names_of_live_models"]
 
@@ -172,12 +173,17 @@ class Names(NameLookup, Tabular):
 
     def __str__(self) -> str:
         """One line for each module, parameter and buffer."""
-        return f"{self!r}\n{table(self._rows())}"
+        return f"{self!r}\n{self._as_table().text()}"
 
     def _repr_html_(self) -> str:
-        from torchwhere.render.html import names_html
+        # Imported here: it loads rich, which a training process does not need.
+        from torchwhere.render import html as page
 
-        return names_html(repr(self), HEADINGS, self._rows())
+        title = page.paragraph(repr(self), style="bold")
+        return page.fragment(title, self._as_table().html())
+
+    def _as_table(self) -> TextTable:
+        return TextTable(HEADINGS, list(self._rows()), right=("numel", "id"))
 
     def as_rows(self) -> list[dict[str, Any]]:
         """Return one row for each parameter and buffer, with the fields of `ParameterFacts`.
@@ -269,23 +275,3 @@ def row(facts: ParameterFacts) -> dict[str, str]:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-def table(rows: Iterable[dict[str, str]]) -> str:
-    """Return aligned columns under their headings, without empty columns."""
-    listed = list(rows)
-    widths = {
-        heading: max((len(row.get(heading, "")) for row in listed), default=0)
-        for heading in HEADINGS
-    }
-    columns = {heading: max(width, len(heading)) for heading, width in widths.items() if width}
-    headings = dict(zip(HEADINGS, HEADINGS, strict=True))
-    return "\n".join(_line(row, columns) for row in [headings, *listed])
-
-
-def _line(row: dict[str, str], columns: dict[str, int]) -> str:
-    cells = []
-    for heading, width in columns.items():
-        text = row.get(heading, "")
-        cells.append(text.rjust(width) if heading in ("numel", "id") else text.ljust(width))
-    return "  ".join(cells).rstrip()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torchwhere.core.place import shown
 from torchwhere.core.sanitize import plural, printable
 from torchwhere.render.folds import Fold, NumberedNames, Step, fold
+from torchwhere.render.text_table import aligned
 
 _FARTHEST = 40  # rows; a longer edge is shown only by its number
 # These only change the shape or type of a leaf, which is not worth a line.
@@ -293,15 +294,8 @@ def text(graph: Graph, *, lines: int | None) -> str:
     maker = _GraphLines(graph)
     items = maker.folded()
     shown_lines = maker.lines(items[:lines])[:lines]
-    widths = [max((len(line[at]) for line in shown_lines), default=0) for at in range(5)]
     texts = [f"behind {plural(len(graph.roots), 'tensor')}: {summary(graph)}"]
-    for line in shown_lines:
-        cells = [
-            line.number.rjust(widths[0]),
-            *(line[at].ljust(widths[at]) for at in (1, 2, 3, 4) if widths[at]),
-            line.extra,
-        ]
-        texts.append(_GAP.join(cells).rstrip())
+    texts += aligned(shown_lines, right=(0,))
     is_cut = lines is not None and (
         len(items) > lines or len(shown_lines) == lines < len(maker.rows.nodes)
     )
@@ -323,8 +317,7 @@ def html(graph: Graph) -> str:
     # Imported here: it loads rich, which a training process does not need.
     from torchwhere.render import html as page
 
-    lines = text(graph, lines=_MOST_HTML_LINES).splitlines()
-    return page.fragment(page.lines([(line, "")] for line in lines))
+    return page.text_fragment(text(graph, lines=_MOST_HTML_LINES))
 
 
 # -- DOT -------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchwhere.core.sanitize import plural, printable
+from torchwhere.render.text_table import TextTable
 
-_GAP = "  "
+_UNNAMED = "model"  # AOTAutograd's name for a model without one
 _HEADINGS = (
     "graph",
     "kind",
@@ -21,8 +22,11 @@ _HEADINGS = (
     "again",
     "because",
 )
-_UNNAMED = "model"  # AOTAutograd's name for a model without one
-_RIGHT = ("ops", "seconds", "again")
+
+
+def _table(graphs: Sequence[Any]) -> TextTable:
+    rows = [dict(zip(_HEADINGS, _cells(graph), strict=True)) for graph in graphs]
+    return TextTable(_HEADINGS, rows, right=("ops", "seconds", "again"))
 
 
 def table_text(graphs: Sequence[Any]) -> str:
@@ -30,21 +34,19 @@ def table_text(graphs: Sequence[Any]) -> str:
 
     `again` is how many times the graph had been compiled before.
     """
+    return _table(graphs).text() if graphs else "no compiled graphs"
+
+
+def table_html(graphs: Sequence[Any]) -> str:
+    # Imported here: it loads rich, which a training process does not need.
+    from torchwhere.render import html as page
+
     if not graphs:
-        return "no compiled graphs"
-    rows = [_HEADINGS, *map(_row, graphs)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADINGS))]
-    used = [at for at in range(len(_HEADINGS)) if any(row[at] for row in rows[1:])]
-    return "\n".join(
-        _GAP.join(_cell(row[at], widths[at], _HEADINGS[at]) for at in used).rstrip() for row in rows
-    )
+        return page.fragment(page.paragraph(table_text(graphs)))
+    return page.fragment(_table(graphs).html())
 
 
-def _cell(text: str, width: int, heading: str) -> str:
-    return text.rjust(width) if heading in _RIGHT else text.ljust(width)
-
-
-def _row(graph: Any) -> tuple[str, ...]:
+def _cells(graph: Any) -> tuple[str, ...]:
     return (
         graph.id,
         graph.kind if graph.is_live else f"{graph.kind}, dropped",
@@ -58,17 +60,6 @@ def _row(graph: Any) -> tuple[str, ...]:
         str(graph.recompiled) if graph.recompiled and graph.kind != "backward" else "",
         printable(graph.reason or ""),
     )
-
-
-def table_html(graphs: Sequence[Any]) -> str:
-    # Imported here: they load rich, which a training process does not need.
-    from torchwhere.render import html as page
-    from torchwhere.render.lines import Column
-
-    if not graphs:
-        return page.fragment(page.paragraph(table_text(graphs)))
-    columns = [Column(heading, right=heading in _RIGHT, optional=True) for heading in _HEADINGS]
-    return page.fragment(page.table(columns, map(_row, graphs)))
 
 
 def inputs_text(inputs: Sequence[Any] | None) -> str:
@@ -98,4 +89,4 @@ def graph_text(graph: Any) -> str:
 def graph_html(graph: Any) -> str:
     from torchwhere.render import html as page
 
-    return page.fragment(page.lines([(line, "")] for line in graph_text(graph).splitlines()))
+    return page.text_fragment(graph_text(graph))

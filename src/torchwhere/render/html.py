@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from torchwhere.core.sanitize import plural
-from torchwhere.render import html as page
 from torchwhere.render.lines import Cell, Column, Line, plain
 
 MOST_ROWS = 200
@@ -68,6 +67,11 @@ def fragment(*parts: str, style: str = "", name: str = "torchwhere", inline: str
     """Join parts to a self-contained piece; `inline` is a style of this piece alone."""
     own = f' style="{inline}"' if inline else ""
     return f'<div class="{name}"{own}><style>{style or _STYLE}</style>{"".join(parts)}</div>'
+
+
+def text_fragment(text: str) -> str:
+    """A text of several lines as a piece of its own."""
+    return fragment(lines([(line, "")] for line in text.splitlines()))
 
 
 def paragraph(text: object, *, style: str = "") -> str:
@@ -128,13 +132,3 @@ def _class(style: str) -> str:
     """The `class` attribute of a rich style such as `bold red`."""
     names = [_CLASSES[name] for name in style.split() if name in _CLASSES]
     return f' class="{" ".join(names)}"' if names else ""
-
-
-_RIGHT = ("numel", "id")
-
-
-def names_html(title: str, headings: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str:
-    """Make the table. A row has texts for some headings; a heading without any text is left out."""
-    columns = [Column(heading, right=heading in _RIGHT, optional=True) for heading in headings]
-    cells = ([row.get(heading, "") for heading in headings] for row in rows)
-    return page.fragment(page.paragraph(title, style="bold"), page.table(columns, cells))

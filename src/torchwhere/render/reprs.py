@@ -90,7 +90,7 @@ def _function(name: str, result: object) -> Callable[[Any], str]:
 
 
 def _object_html(result: object) -> str:
-    return page.fragment(page.lines([(line, "")] for line in str(result).splitlines()))
+    return page.text_fragment(str(result))
 
 
 def _whole_text(make_lines: Callable[..., Iterable[Line]]) -> Callable[[Any], str]:
