@@ -8,8 +8,8 @@ from torchwhere.core.sanitize import plural
 from torchwhere.core.units import duration
 from torchwhere.diagnose.device_time.job import JobDeviceTimes, UsualStep
 from torchwhere.render.lines import Cell, Column, Line, fitted, table
+from torchwhere.render.step_parts import left_out_lines, shown_ranks
 
-_MOST_ROWS = 16
 _LEAST_WAIT = 0.01  # of a step: shorter waits name no rank
 _HEADINGS = ("step", "compute, idle", "hidden", "unclear", "exposed", "waited")
 _NARROWING = (("waited for", 0), ("hidden", 0))
@@ -27,41 +27,31 @@ def device_time_lines(device: JobDeviceTimes, *, width: int | None) -> Iterator[
     usual = {rank: device.usual(rank) for rank in device.by_rank}
     steps = max(step.steps for step in usual.values())
     yield fitted([(f"device, median of {plural(steps, 'step')}", "bold")], width)
-    columns = [Column("rank", right=True), *(Column(name, right=True) for name in _HEADINGS)]
+    columns = [Column(name, right=True) for name in ("rank", *_HEADINGS)]
     columns.append(Column("waited for", optional=True))
-    shown = _shown_ranks(usual)
+    shown = shown_ranks({rank: step.waited_ns for rank, step in usual.items()})
     rows = ([str(rank), *_cells(usual[rank])] for rank in shown)
     yield from table(columns, rows, width=width, narrowing=_NARROWING)
-    if len(shown) < len(usual):
-        yield [
-            (f"and {plural(len(usual) - len(shown), 'rank')} between them; --json has all", "dim")
-        ]
-    for sentence in device_time_remarks(device, usual):
+    yield from left_out_lines(len(usual))
+    for sentence in _remarks(device, usual):
         yield [(sentence, "dim")]
-
-
-def _shown_ranks(usual: dict[int, UsualStep]) -> list[int]:
-    if len(usual) <= _MOST_ROWS:
-        return list(usual)
-    by_wait = sorted(usual, key=lambda rank: usual[rank].waited_ns)
-    return sorted([*by_wait[: _MOST_ROWS // 2], *by_wait[-_MOST_ROWS // 2 :]])
 
 
 def _cells(step: UsualStep) -> list[Cell]:
     is_long = step.waited_for is not None and step.waited_ns >= _LEAST_WAIT * step.device_ns
     waited_for = f"rank {step.waited_for} in {plural(step.waited_steps, 'step')}"
-    return [
-        duration(step.device_ns),
-        duration(step.compute_ns),
-        duration(step.hidden_ns),
-        duration(step.unclear_ns),
-        duration(step.exposed_ns),
-        duration(step.waited_ns),
-        waited_for if is_long else "",
-    ]
+    times = (
+        step.device_ns,
+        step.compute_ns,
+        step.hidden_ns,
+        step.unclear_ns,
+        step.exposed_ns,
+        step.waited_ns,
+    )
+    return [*map(duration, times), waited_for if is_long else ""]
 
 
-def device_time_remarks(device: JobDeviceTimes, usual: dict[int, UsualStep]) -> Iterator[str]:
+def _remarks(device: JobDeviceTimes, usual: dict[int, UsualStep]) -> Iterator[str]:
     """What the times do not include, and by which clocks devices are compared."""
     if any(step.unclear_ns for step in usual.values()):
         yield UNCLEAR

@@ -44,16 +44,13 @@ def phases_lines(phases: Phases, *, width: int | None) -> Iterator[Line]:
     With many ranks, `count` and `total` are the average of one rank, `least` and `most` the totals
     of the fastest and the slowest rank.
     """
-    if not phases.rows:
-        if phases.parts is None:
-            yield [("no phase was recorded", "bold")]
-        yield from _remarks(phases)
-        yield from phases_further(phases, width=width)
-        return
-    yield fitted([(phases_title(phases), "bold")], width)
-    columns, rows = phases_table(phases)
-    narrowing = _NARROWING_ONE if len(phases.ranks) == 1 else _NARROWING_MANY
-    yield from table(columns, rows, width=width, narrowing=narrowing)
+    if phases.rows:
+        yield fitted([(phases_title(phases), "bold")], width)
+        columns, rows = phases_table(phases)
+        narrowing = _NARROWING_ONE if len(phases.ranks) == 1 else _NARROWING_MANY
+        yield from table(columns, rows, width=width, narrowing=narrowing)
+    elif phases.parts is None:
+        yield [("no phase was recorded", "bold")]
     yield from phases_remarks(phases)
     yield from phases_further(phases, width=width)
 
@@ -79,7 +76,8 @@ def phases_table(phases: Phases) -> tuple[list[Column], list[list[Cell]]]:
 
 def phases_remarks(phases: Phases) -> Iterator[Line]:
     yield from _running(phases)
-    yield from _remarks(phases)
+    for remark in phases.remarks:
+        yield [(remark, "yellow")]
 
 
 def phases_title(phases: Phases) -> str:
@@ -160,12 +158,8 @@ def _rest(phases: Phases, columns: int) -> Iterator[list[Cell]]:
 def _running(phases: Phases) -> Iterator[Line]:
     """The phases that had not ended, and on which ranks."""
     for row in phases.rows:
-        inner = [child for child in phases.inside(row) if child.all.running]
-        ranks = [
-            rank
-            for rank, times in row.by_rank.items()
-            if times.running and not any(_runs(child, rank) for child in inner)
-        ]
+        inner = [_running_ranks(child) for child in phases.inside(row)]
+        ranks = _running_ranks(row).difference(*inner)
         if ranks:
             longest = max(row.by_rank[rank].running_ns for rank in ranks)
             path = plain(" > ".join(row.path))
@@ -173,10 +167,5 @@ def _running(phases: Phases) -> Iterator[Line]:
             yield [(f"not ended: {path} on {on}, after {duration(longest)}", "yellow")]
 
 
-def _runs(row: PhaseRow, rank: int) -> bool:
-    return rank in row.by_rank and row.by_rank[rank].running > 0
-
-
-def _remarks(phases: Phases) -> Iterator[Line]:
-    for remark in phases.remarks:
-        yield [(remark, "yellow")]
+def _running_ranks(row: PhaseRow) -> set[int]:
+    return {rank for rank, times in row.by_rank.items() if times.running}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torchwhere.core.sanitize import plural
 from torchwhere.core.units import duration
 from torchwhere.diagnose.step_parts import PART_NAMES, WAIT, JobStepParts
-from torchwhere.render.lines import Cell, Column, Line, fitted, table
+from torchwhere.render.lines import Column, Line, fitted, table
 
 _MOST_ROWS = 16
 _RARE = ("checkpoint", "evaluation")  # shown if a rank has such time
@@ -23,38 +23,21 @@ def step_parts_lines(parts: JobStepParts, *, width: int | None) -> Iterator[Line
 
     With many ranks, only those that waited the least and the most have a row.
     """
-    yield fitted([(step_parts_title(parts), "bold")], width)
-    columns, rows = step_parts_table(parts)
-    yield from table(columns, rows, width=width, narrowing=_NARROWING)
-    for remark in step_parts_remarks(parts):
-        yield [(remark, "dim")]
-
-
-def step_parts_title(parts: JobStepParts) -> str:
-    steps = max(len(own) for own in parts.by_rank.values())
-    return f"parts of a step, mean of {plural(steps, 'step')}"
-
-
-def step_parts_table(parts: JobStepParts) -> tuple[list[Column], list[list[Cell]]]:
+    by_rank = parts.by_rank
+    steps = max(len(own) for own in by_rank.values())
+    yield fitted([(f"parts of a step, mean of {plural(steps, 'step')}", "bold")], width)
     names = _shown_parts(parts)
     columns = [Column(name, right=True) for name in ("rank", "step", *names)]
-    rows: list[list[Cell]] = []
-    for rank in _shown_ranks(parts):
-        own = parts.by_rank[rank]
-        means = (own.mean_ns(name) for name in (None, *names))
-        rows.append([str(rank), *map(duration, means)])
-    return columns, rows
-
-
-def step_parts_remarks(parts: JobStepParts) -> Iterator[str]:
-    """Which ranks are left out, and what the times do not include."""
-    left_out = len(parts.by_rank) - _MOST_ROWS
-    if left_out > 0:
-        yield f"and {plural(left_out, 'rank')} between them; --json has all"
+    rows = (
+        [str(rank), *(duration(by_rank[rank].mean_ns(name)) for name in (None, *names))]
+        for rank in shown_ranks({rank: own.mean_ns(WAIT) for rank, own in by_rank.items()})
+    )
+    yield from table(columns, rows, width=width, narrowing=_NARROWING)
+    yield from left_out_lines(len(by_rank))
     if parts.has_device_calls:
-        yield ON_CPU
-    if len(parts.by_rank) > 1 and "hosts" in parts.clocks:
-        yield f"Ranks are compared by {parts.clocks}."
+        yield [(ON_CPU, "dim")]
+    if len(by_rank) > 1 and "hosts" in parts.clocks:
+        yield [(f"Ranks are compared by {parts.clocks}.", "dim")]
 
 
 def _shown_parts(parts: JobStepParts) -> list[str]:
@@ -66,8 +49,15 @@ def _shown_parts(parts: JobStepParts) -> list[str]:
     ]
 
 
-def _shown_ranks(parts: JobStepParts) -> list[int]:
-    if len(parts.by_rank) <= _MOST_ROWS:
-        return list(parts.by_rank)
-    by_wait = sorted(parts.by_rank, key=lambda rank: parts.by_rank[rank].mean_ns(WAIT))
+def shown_ranks(waits_ns: Mapping[int, float]) -> list[int]:
+    """The ranks that have a row: of many, those that waited the least and the most."""
+    if len(waits_ns) <= _MOST_ROWS:
+        return list(waits_ns)
+    by_wait = sorted(waits_ns, key=lambda rank: waits_ns[rank])
     return sorted([*by_wait[: _MOST_ROWS // 2], *by_wait[-_MOST_ROWS // 2 :]])
+
+
+def left_out_lines(ranks: int) -> Iterator[Line]:
+    """A line for the ranks without a row, if `ranks` is more than the table shows."""
+    if ranks > _MOST_ROWS:
+        yield [(f"and {plural(ranks - _MOST_ROWS, 'rank')} between them; --json has all", "dim")]
