@@ -8,7 +8,7 @@ from typing import Any
 from torchwhere.core.sanitize import plural, printable
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, RankReport, Verdict, VerdictKind
 
-_TITLES = {
+TITLES: dict[str, str] = {  # by kind
     VerdictKind.MISSING: "HANG",
     VerdictKind.MISMATCH: "MISMATCH",
     VerdictKind.DEADLOCK: "DEADLOCK",
@@ -78,7 +78,7 @@ def _title(verdict: Verdict) -> str:
         facts.append(f"no progress for {verdict.stalled_s:.0f} s")
     if verdict.certainty == "inferred":
         facts.append(f"({verdict.certainty})")
-    title = _TITLES[verdict.kind]
+    title = TITLES[verdict.kind]
     if verdict.kind in NO_FAULT and verdict.stalled_s is not None:
         title = _standstill_title(verdict.facts.get("paused"))
     if verdict.facts.get("no_hang_seen"):  # stacks do not show that steps progress

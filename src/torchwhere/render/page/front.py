@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torchwhere.render.verdict import TITLES
+
 # -- safe texts ------------------------------------------------------------------------------------
 # `texts.js` does the same for texts that the script shows. Control and direction characters become
 # visible symbols, markup is escaped, and absurd lengths are cut, with the whole text in the title.
@@ -43,15 +45,15 @@ def name_html(text: str, *, longest: int = LONGEST) -> str:
     return f"<bdi{title}>{inert_html(text, longest=longest)}</bdi>"
 
 
-_BADGES = {  # a word and a symbol: never a colour alone
-    "missing": ("HANG", "■"),
-    "mismatch": ("MISMATCH", "≠"),
-    "deadlock": ("DEADLOCK", "∞"),
-    "dead": ("DEAD", "✕"),
-    "straggler": ("STRAGGLER", "▸"),
-    "together": ("HANG, ALL TOGETHER", "■"),
-    "partial": ("NOT ALL RANKS WATCHED", "?"),
-    "healthy": ("HEALTHY", "✓"),
+_SYMBOLS = {  # beside the title of the verdict: never a colour alone
+    "missing": "■",
+    "mismatch": "≠",
+    "deadlock": "∞",
+    "dead": "✕",
+    "straggler": "▸",
+    "together": "■",
+    "partial": "?",
+    "healthy": "✓",
 }
 _STACK_BEGINS, _STACK_LINE, _NOT_KNOWN = "  stack of rank", "    ", "Not known: "
 _MOST_LINKS = 12
@@ -62,7 +64,7 @@ def front_html(report: Mapping[str, Any]) -> str:
     """The head of the page: the title of the run, and the verdict."""
     verdict = report.get("verdict") or {}
     kind = str(verdict.get("kind"))
-    word, symbol = _BADGES.get(kind, (kind.upper(), "?"))
+    word, symbol = TITLES.get(kind, kind.upper()), _SYMBOLS.get(kind, "?")
     lines = str(verdict.get("text") or "").splitlines()
     headline = str(verdict.get("headline") or (lines[1] if len(lines) > 1 else word))
     evidence, stacks, unknown = _sorted(lines[1:], headline)
@@ -122,9 +124,12 @@ def _culprits(culprits: Sequence[Any]) -> str:
     return f'<p class="culprits">Look at {links}{more}</p>'
 
 
+def _items(lines: Sequence[str]) -> str:
+    return "".join(f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines)
+
+
 def _evidence(lines: Sequence[str]) -> str:
-    shown = "".join(f"<li>{name_html(line.strip(), longest=_LONGEST_LINE)}</li>" for line in lines)
-    return f'<ul class="evidence">{shown}</ul>' if lines else ""
+    return f'<ul class="evidence">{_items([line.strip() for line in lines])}</ul>' if lines else ""
 
 
 def _stack(title: str, lines: Sequence[str], folder: str) -> str:
@@ -137,12 +142,11 @@ def _stack(title: str, lines: Sequence[str], folder: str) -> str:
 
 
 def _unknown(lines: Sequence[str]) -> str:
-    shown = "".join(f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines)
+    if not lines:
+        return ""
     return (
         "<details><summary>Data that the verdict lacks"
-        f" ({len(lines)})</summary><ul>{shown}</ul></details>"
-        if lines
-        else ""
+        f" ({len(lines)})</summary><ul>{_items(lines)}</ul></details>"
     )
 
 
@@ -151,8 +155,7 @@ def missing_html(report: Mapping[str, Any]) -> str:
     lines = [str(line) for line in report.get("missing") or ()]
     if not lines:
         return '<p class="nothing">Nothing: every rank has a complete box.</p>'
-    items = [f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines]
-    return f"<ul>{''.join(items)}</ul>"
+    return f"<ul>{_items(lines)}</ul>"
 
 
 def settings_html(report: Mapping[str, Any]) -> str:
