@@ -17,13 +17,12 @@ from rich.cells import cell_len
 from torchwhere.core.rank_text import ranks_phrase, watched_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.verdict import NO_FAULT
-from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.diagnose.live.run import RunNow
 from torchwhere.render.lines import Column, Line, fitted, plain, table
 from torchwhere.render.top_rows import (
+    COLUMNS,
     Charset,
     age,
-    cell,
     collective_text,
     heading,
     row_line,
@@ -32,7 +31,7 @@ from torchwhere.render.top_rows import (
     state_text,
     widths,
 )
-from torchwhere.render.top_view import TopView
+from torchwhere.render.top_view import TopRow, TopView
 
 Verdict = dict[str, Any]  # as `torchwhere doctor --json` prints it
 
@@ -81,6 +80,10 @@ def title(run: RunNow) -> str:
     if run.steps_per_s is not None:
         parts.append(f"{speed(run.steps_per_s)} steps/s")
     return "  ".join(parts)
+
+
+def _clock(run: RunNow) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(run.t_ns / 1e9))
 
 
 def impression(run: RunNow) -> tuple[str, str]:
@@ -134,13 +137,13 @@ def verdict_sentence(verdict: Verdict, run: RunNow) -> str:
     return f"{kind}: {sentence}" if sentence else kind
 
 
-def device_lines(run: RunNow, verdict: Verdict | None) -> list[str]:
+def device_line(run: RunNow, verdict: Verdict | None) -> str:
     """Where the CPU and the device of the first culprit are; empty if it has no device."""
     named = (verdict or {}).get("culprits") or [rank.rank for rank in run.culprits]
     culprit = next((rank for rank in run.ranks if rank.rank in named[:1]), None)
     if culprit is None or culprit.device is None:
-        return []
-    return [f"rank {culprit.rank}: {culprit.device}"]
+        return ""
+    return f"rank {culprit.rank}: {culprit.device}"
 
 
 def remarks(run: RunNow) -> list[str]:
@@ -182,24 +185,20 @@ class _TopScreen:
         elif run.culprits and is_roomy:
             lines.append([("the doctor is running", "dim")])
         if is_roomy:
-            lines += self._device_lines()
+            most = 2 if self.height >= 20 else 1
+            lines += self._wrapped(device_line(run, self.verdict), most=most)
             lines += [[(self.text(remark), "yellow")] for remark in remarks(run)[:2]]
         return lines[: max(1, self.height - 3)]
 
-    def _verdict_lines(self, verdict: Verdict) -> list[Line]:
-        sentence = self.charset.of(verdict_sentence(verdict, self.run))
-        wrapped = textwrap.wrap(sentence, max(self.width, 10))
-        if verdict.get("kind") in NO_FAULT:
-            return [[(line, "")] for line in wrapped[:1]]
-        return [[(line, "bold")] for line in wrapped[: 3 if self.height >= 20 else 1]]
+    def _wrapped(self, text: str, *, most: int, style: str = "") -> list[Line]:
+        wrapped = textwrap.wrap(self.charset.of(text), max(self.width, 10))
+        return [[(line, style)] for line in wrapped[:most]]
 
-    def _device_lines(self) -> list[Line]:
-        most = 2 if self.height >= 20 else 1
-        lines: list[Line] = []
-        for text in device_lines(self.run, self.verdict):
-            wrapped = textwrap.wrap(self.charset.of(text), max(self.width, 10))
-            lines += [[(line, "")] for line in wrapped[:most]]
-        return lines
+    def _verdict_lines(self, verdict: Verdict) -> list[Line]:
+        sentence = verdict_sentence(verdict, self.run)
+        if verdict.get("kind") in NO_FAULT:
+            return self._wrapped(sentence, most=1)
+        return self._wrapped(sentence, most=3 if self.height >= 20 else 1, style="bold")
 
     def _first_line(self) -> str:
         """Folder, number of ranks, step. The end of a long folder name is kept."""
@@ -208,7 +207,7 @@ class _TopScreen:
         folder = charset.of(run.folder)
         if width < 60:
             return charset.fit(f"{folder.rstrip('/').rpartition('/')[2]} {state}", width)
-        clock = time.strftime("%H:%M:%S", time.localtime(run.t_ns / 1e9))
+        clock = _clock(run)
         room = max(8, width - len(f"torchwhere top    {state} {clock}"))
         if cell_len(folder) > room:
             folder = charset.fit(folder, room, keep_end=True)
@@ -280,10 +279,7 @@ def screen_lines(
 
 def fitted_in(line: Line, width: int, charset: Charset) -> Line:
     """Cut a line, with an ellipsis that the terminal can show."""
-    return [
-        (charset.of(text) if charset.is_ascii else text, style)
-        for text, style in fitted(line, width)
-    ]
+    return [(charset.of(text), style) for text, style in fitted(line, width)]
 
 
 def _foot(run: RunNow, view: TopView) -> str:
@@ -306,40 +302,30 @@ def _help(charset: Charset) -> list[Line]:
 
 def plain_lines(run: RunNow, *, verdict: Verdict | None, width: int | None) -> Iterator[Line]:
     """One update as a block of lines; not cut without a terminal."""
-    clock = time.strftime("%H:%M:%S", time.localtime(run.t_ns / 1e9))
-    yield fitted([(f"{plain(run.folder)}  {title(run)}  {clock}", "bold")], width)
-    sentence, style = impression(run)
-    yield fitted([(plain(sentence), style)], width)
+    sentences = [(f"{plain(run.folder)}  {title(run)}  {_clock(run)}", "bold"), impression(run)]
     if verdict is not None:
-        yield fitted([(plain(verdict_sentence(verdict, run)), "")], width)
-    for line in device_lines(run, verdict):
-        yield fitted([(plain(line), "")], width)
-    for remark in remarks(run):
-        yield fitted([(plain(remark), "yellow")], width)
+        sentences.append((verdict_sentence(verdict, run), ""))
+    sentences.append((device_line(run, verdict), ""))
+    sentences += [(remark, "yellow") for remark in remarks(run)]
+    for text, style in sentences:
+        if text:
+            yield fitted([(plain(text), style)], width)
     if run.ranks:
         yield from _plain_table(run, width)
 
 
 def _plain_table(run: RunNow, width: int | None) -> Iterator[Line]:
     rows = TopView(folds=len(run.ranks) > _MOST_SINGLE).rows(run, len(run.ranks))
-    keys = (
-        ("rank", "state", "step", "pass", "module", "line", "last")
-        + ("gpu", "behind", "age", "speed")
-    )  # fmt: skip
     columns = [
-        Column("!"),
-        Column("rank"),
-        Column("state"),
-        Column("step", right=True),
-        Column("pass"),
-        Column("module", keep_end=True),
-        Column("line", keep_end=True),
-        Column("last collective"),
-        Column("GPU at", keep_end=True, optional=True),
-        Column("GPU behind", optional=True),
-        Column("age", right=True),
-        Column("steps/s", right=True),
+        Column(
+            column.heading,
+            right=column.right,
+            keep_end=column.keep_end,
+            optional=key in ("gpu", "behind"),
+        )
+        for key, column in COLUMNS.items()
     ]
+    columns[-1].heading = "steps/s"  # the screen has room for less
     narrowing = (
         ("last collective", 20),
         ("module", 12),
@@ -353,14 +339,17 @@ def _plain_table(run: RunNow, width: int | None) -> Iterator[Line]:
         ("line", 0),
     )
     lines = (
-        [_mark(row.cohort.lead), *(plain(cell(row, key, 1000)) for key in keys)] for row in rows
+        [_mark(row), *(plain(column.text(row, 1000)) for column in COLUMNS.values())]
+        for row in rows
     )
     styles = ["bold", *(row_style(row.cohort.lead) for row in rows)]
     for line, style in zip(
-        table(columns, lines, width=width, narrowing=narrowing), styles, strict=True
+        table([Column("!"), *columns], lines, width=width, narrowing=narrowing),
+        styles,
+        strict=True,
     ):
         yield [(text, "bold red" if style == "culprit" else style) for text, _ in line]
 
 
-def _mark(rank: RankNow) -> str:
-    return "!" if rank.is_trouble else ""
+def _mark(row: TopRow) -> str:
+    return "!" if row.cohort.lead.is_trouble else ""

@@ -15,7 +15,16 @@ from torchwhere.gpus.labels import gpu_label, memory_label
 from torchwhere.gpus.samples import Gpu
 from torchwhere.render.lines import Line, plain
 from torchwhere.render.text import events_lines
-from torchwhere.render.top_rows import Charset, age, collective_text, module_text, speed, state_text
+from torchwhere.render.top_rows import (
+    Charset,
+    age,
+    last_text,
+    line_text,
+    module_text,
+    speed,
+    state_text,
+    step_text,
+)
 
 _EVENTS = 12
 _FRAMES = 24
@@ -52,15 +61,13 @@ def _facts(rank: RankNow) -> Iterator[Line]:
     if rank.detail:
         yield _fact("detail", rank.detail)
     yield _fact("process", f"{meta.get('pid')} on {rank.host or '?'}")
-    yield _fact(
-        "step", f"{'-' if rank.step is None else rank.step}, {speed(rank.steps_per_s)} steps/s"
-    )
+    yield _fact("step", f"{step_text(rank)}, {speed(rank.steps_per_s)} steps/s")
     yield _fact(
         "place",
         f"{place.pass_} of {module_text(rank)}" if place.module is not None else place.pass_,
     )
-    yield _fact("line", place.full_line or "-")
-    yield _fact("last", collective_text(rank.issued))
+    yield _fact("line", line_text(rank))
+    yield _fact("last", last_text(rank))
     yield from _device_facts(rank)
     yield _fact("age", age(rank.age_s) + (" (stalled)" if rank.is_stalled else ""))
     if rank.waits_for:

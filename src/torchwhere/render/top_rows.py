@@ -6,7 +6,7 @@ twice a second must not jump. Every text of the job is sanitized first (`Charset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
@@ -17,7 +17,7 @@ from torchwhere.core.rank_text import ranks_text
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.ranks import RankNow
-from torchwhere.diagnose.live.run import LiveCohort, is_culprit
+from torchwhere.diagnose.live.run import is_culprit
 from torchwhere.render.lines import Line, plain
 from torchwhere.render.top_view import TopRow
 
@@ -91,11 +91,12 @@ def state_text(rank: RankNow) -> str:
     return "BEHIND" if rank.is_blamed else str(rank.state)
 
 
-def _state(cohort: LiveCohort, width: int) -> str:
-    rank = cohort.ranks[0]
+def _state(row: TopRow, width: int) -> str:
+    ranks = row.cohort.ranks
+    rank = ranks[0]
     text = state_text(rank)
     if rank.waits_for and rank.state is State.WAITING:
-        awaited = {other.waits_for for other in cohort.ranks[:_MOST_COMPARED]}
+        awaited = {other.waits_for for other in ranks[:_MOST_COMPARED]}
         longer = f"{State.WAITING} for {_awaited_text(rank.waits_for)}"
         if len(awaited) == 1 and len(longer) <= width:
             return longer
@@ -118,11 +119,6 @@ def _ranks(row: TopRow, width: int) -> str:
     return f"{ranks[0]}..{count}"
 
 
-def _common(texts: Iterable[str]) -> str:
-    distinct = set(texts)
-    return distinct.pop() if len(distinct) == 1 else VARIOUS
-
-
 def module_text(rank: RankNow) -> str:
     place = rank.place
     if place.module is None and place.certainty is Certainty.UNKNOWN:
@@ -137,6 +133,18 @@ def collective_text(issued: Issued | None) -> str:
     return "-" if issued is None else f"{issued.op} #{issued.number} {issued.group.title}"
 
 
+def last_text(rank: RankNow) -> str:
+    return collective_text(rank.issued)
+
+
+def line_text(rank: RankNow) -> str:
+    return rank.place.full_line or "-"
+
+
+def step_text(rank: RankNow) -> str:
+    return "-" if rank.step is None else str(rank.step)
+
+
 def _device_at(rank: RankNow) -> str:
     """Where the device is, in a few words; empty without a device."""
     device = rank.device
@@ -148,7 +156,7 @@ def _device_at(rank: RankNow) -> str:
     return f"{_SHORT_PASS.get(pass_, pass_)} {shown(device.place.module)}".removeprefix("- ")
 
 
-def _device_behind(rank: RankNow, width: int) -> str:
+def _behind_text(rank: RankNow, width: int) -> str:
     """How far the device is behind the CPU: steps and collectives, or only steps."""
     device = rank.device
     if device is None:
@@ -163,40 +171,63 @@ def _device_behind(rank: RankNow, width: int) -> str:
     return longer if len(longer) <= width else steps
 
 
-def _place(cohort: LiveCohort, text: Callable[[RankNow], str]) -> str:
-    """The place of a cohort. Stalled ranks share one; of moving ranks, a few are compared."""
-    if not cohort.is_moving:
-        return text(cohort.ranks[0])
-    return _common(text(rank) for rank in cohort.ranks[:8])
+CellText = Callable[[TopRow, int], str]  # of a row, in a number of cells
+
+
+def _of_lead(text: Callable[[RankNow], str]) -> CellText:
+    return lambda row, width: text(row.cohort.lead)
+
+
+def _of_all(text: Callable[[RankNow], str]) -> CellText:
+    return lambda row, width: _shared(row, text)
+
+
+def _shared(row: TopRow, text: Callable[[RankNow], str]) -> str:
+    """The text of all ranks of a row. Stalled ranks share one; of moving ranks, a few are
+    compared."""
+    ranks = row.cohort.ranks
+    texts = set(map(text, ranks[:8] if row.cohort.is_moving else ranks[:1]))
+    return texts.pop() if len(texts) == 1 else VARIOUS
+
+
+def _pass(row: TopRow, width: int) -> str:
+    pass_ = _shared(row, lambda rank: rank.place.pass_)
+    return pass_ if len(pass_) <= width else _SHORT_PASS.get(pass_, "*")
+
+
+def _device_behind(row: TopRow, width: int) -> str:
+    return _shared(row, lambda rank: _behind_text(rank, width))
 
 
 # -- columns ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Spec:
-    key: str
+class TopColumn:
+    """A column: its heading, its least and most cells, and the text that fits a number of cells."""
+
     heading: str
     least: int
     most: int
+    text: CellText
     right: bool = False
     keep_end: bool = False
 
 
 # In the order of the screen. `_PRIORITY` is the order in which they get room.
-_COLUMNS = (
-    _Spec("rank", "rank", 4, _MOST_RANKS),
-    _Spec("state", "state", 7, 20),
-    _Spec("step", "step", 4, 9, right=True),
-    _Spec("pass", "pass", 4, 9),
-    _Spec("module", "module", 11, 60, keep_end=True),
-    _Spec("line", "line", 12, 48, keep_end=True),
-    _Spec("last", "last collective", 15, 40),
-    _Spec("gpu", "GPU at", 12, 32, keep_end=True),
-    _Spec("behind", "GPU behind", 10, 18),
-    _Spec("age", "age", 5, 5, right=True),
-    _Spec("speed", "st/s", 5, 5, right=True),
-)
+COLUMNS = {
+    "rank": TopColumn("rank", 4, _MOST_RANKS, _ranks),
+    "state": TopColumn("state", 7, 20, _state),
+    "step": TopColumn("step", 4, 9, _of_lead(step_text), right=True),
+    "pass": TopColumn("pass", 4, 9, _pass),
+    "module": TopColumn("module", 11, 60, _of_all(module_text), keep_end=True),
+    "line": TopColumn("line", 12, 48, _of_all(line_text), keep_end=True),
+    "last": TopColumn("last collective", 15, 40, _of_all(last_text)),
+    "gpu": TopColumn("GPU at", 12, 32, _of_all(_device_at), keep_end=True),
+    "behind": TopColumn("GPU behind", 10, 18, _device_behind),
+    "age": TopColumn("age", 5, 5, _of_lead(lambda rank: age(rank.age_s)), right=True),
+    "speed": TopColumn("st/s", 5, 5, _of_lead(lambda rank: speed(rank.steps_per_s)), right=True),
+}
 _PRIORITY = ("rank", "state", "age", "step", "line", "last", "module", "pass", "speed")
 _DEVICE_PRIORITY = ("rank", "state", "age", "step", "line", "gpu", "behind", "module", "pass")
 _GROWING = ("behind", "last", "gpu", "line", "state", "module", "pass")
@@ -207,8 +238,7 @@ MARKS = 2  # cells before the first column
 
 def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
     """The width of each column; a column without room is left out."""
-    specs = {spec.key: spec for spec in _COLUMNS}
-    needed = {key: spec.least for key, spec in specs.items()}
+    needed = {key: column.least for key, column in COLUMNS.items()}
     needed["rank"] = _rank_width(rows, width)
     needed["step"] = max(4, len(str(step)))
     left = width - MARKS + 1
@@ -218,14 +248,14 @@ def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
         if needed[key] + 1 <= left:
             chosen[key] = needed[key]
             left -= needed[key] + 1
-    mosts = {key: spec.most for key, spec in specs.items()}
+    mosts = {key: column.most for key, column in COLUMNS.items()}
     for keys, limits in ((_GROWING, mosts | _WANTED), (_GROWING_LATER, mosts)):
         for key in keys:
             if key in chosen:
                 growth = max(0, min(left, limits[key] - chosen[key]))
                 chosen[key] += growth
                 left -= growth
-    return {spec.key: chosen[spec.key] for spec in _COLUMNS if spec.key in chosen}
+    return {key: chosen[key] for key in COLUMNS if key in chosen}
 
 
 def _rank_width(rows: Sequence[TopRow], width: int) -> int:
@@ -238,9 +268,8 @@ def _rank_width(rows: Sequence[TopRow], width: int) -> int:
 
 
 def heading(columns: dict[str, int], charset: Charset) -> Line:
-    specs = {spec.key: spec for spec in _COLUMNS}
     cells = [
-        charset.fit(specs[key].heading, width, right=specs[key].right)
+        charset.fit(COLUMNS[key].heading, width, right=COLUMNS[key].right)
         for key, width in columns.items()
     ]
     return [(" " * MARKS + " ".join(cells), "bold")]
@@ -248,11 +277,11 @@ def heading(columns: dict[str, int], charset: Charset) -> Line:
 
 def row_line(row: TopRow, columns: dict[str, int], charset: Charset, *, is_selected: bool) -> Line:
     lead = row.cohort.lead
-    specs = {spec.key: spec for spec in _COLUMNS}
     cells = []
     for key, width in columns.items():
-        text = charset.of(cell(row, key, width))
-        cells.append(charset.fit(text, width, right=specs[key].right, keep_end=specs[key].keep_end))
+        column = COLUMNS[key]
+        text = charset.of(column.text(row, width))
+        cells.append(charset.fit(text, width, right=column.right, keep_end=column.keep_end))
     mark = " "
     if lead.is_trouble:
         mark = "!"
@@ -269,27 +298,3 @@ def row_style(rank: RankNow) -> str:
     if rank.is_trouble:
         return "red"
     return "dim" if rank.state is State.FINISHED else ""
-
-
-def cell(row: TopRow, key: str, width: int) -> str:
-    cohort = row.cohort
-    rank = cohort.lead
-    if key == "rank":
-        return _ranks(row, width)
-    if key == "state":
-        return _state(cohort, width)
-    if key == "step":
-        return "-" if rank.step is None else str(rank.step)
-    if key == "pass":
-        pass_ = _place(cohort, lambda rank: rank.place.pass_)
-        return pass_ if len(pass_) <= width else _SHORT_PASS.get(pass_, "*")
-    if key in ("module", "line", "last", "gpu", "behind"):
-        texts: dict[str, Callable[[RankNow], str]] = {
-            "module": module_text,
-            "line": lambda rank: rank.place.full_line or "-",
-            "last": lambda rank: collective_text(rank.issued),
-            "gpu": _device_at,
-            "behind": lambda rank: _device_behind(rank, width),
-        }
-        return _place(cohort, texts[key])
-    return age(rank.age_s) if key == "age" else speed(rank.steps_per_s)
