@@ -8,6 +8,7 @@ and shapes come from the user's program, so they are sanitized.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -123,30 +124,35 @@ class _Rows(NamedTuple):
     leaves: list[str]
 
 
+def _following(graph: Graph) -> list[list[int]]:
+    """The nodes that each node leads to."""
+    targets = graph.targets.tolist()
+    return [targets[start:end] for start, end in itertools.pairwise(graph.starts.tolist())]
+
+
 def _rows(graph: Graph) -> _Rows:
-    starts, targets = graph.starts.tolist(), graph.targets.tolist()
+    following = _following(graph)
     uses = np.bincount(graph.targets, minlength=len(graph)).tolist()
     roots = set(graph.roots)
     inline = {leaf: (leaf, "") for leaf in graph.leaves_named if leaf not in roots}
     reshaping = [number for number, op in enumerate(graph.ops) if op in _RESHAPING]
     for node in np.flatnonzero(np.isin(graph.op, reshaping)).tolist():
-        following = targets[starts[node] : starts[node + 1]]
+        below = following[node]
         if (
-            len(following) == 1
-            and following[0] in graph.leaves_named
+            len(below) == 1
+            and below[0] in graph.leaves_named
             and uses[node] == 1
             and node not in roots
         ):
-            inline[node] = following[0], _op(graph, node)
+            inline[node] = below[0], _op(graph, node)
     nodes = [node for node in range(len(graph)) if node not in inline]
     at = {node: row for row, node in enumerate(nodes)}
-    below = [targets[starts[node] : starts[node + 1]] for node in nodes]
     return _Rows(
         nodes,
-        [sorted({at[node] for node in following if node in at}) for following in below],
+        [sorted({at[below] for below in following[node] if below in at}) for node in nodes],
         [
-            _leaves_text(graph, node, [inline[n] for n in following if n in inline])
-            for node, following in zip(nodes, below, strict=True)
+            _leaves_text(graph, node, [inline[leaf] for leaf in following[node] if leaf in inline])
+            for node in nodes
         ],
     )
 
@@ -212,11 +218,10 @@ class _GraphLines:
         result: list[_Line] = []
         skipped: list[int] = []  # rows that an edge leads to, over the rows before them
         for item in items:
-            first = item if isinstance(item, int) else item.start
-            last = item if isinstance(item, int) else item.end - 1
-            lines = (
-                [self._line(item, inside)] if isinstance(item, int) else self._repeat(item, inside)
-            )
+            if isinstance(item, int):
+                first, last, lines = item, item, [self._line(item, inside)]
+            else:
+                first, last, lines = item.start, item.end - 1, self._repeat(item, inside)
             guides = "".join("└ " if row == first else "│ " for row in skipped)
             skipped = [row for row in skipped if row > last]
             result.append(lines[0]._replace(drawn=guides + lines[0].drawn))
@@ -335,9 +340,8 @@ def dot(graph: Graph) -> str:
         ]
         look = "" if names is None else ", shape=box"
         lines.append(f'  n{node} [label="{_quoted(label)}"{look}];')
-    starts, targets = graph.starts.tolist(), graph.targets.tolist()
-    for node in range(len(graph)):
-        lines += [f"  n{node} -> n{target};" for target in targets[starts[node] : starts[node + 1]]]
+    for node, targets in enumerate(_following(graph)):
+        lines += [f"  n{node} -> n{target};" for target in targets]
     return "\n".join([*lines, "}"])
 
 

@@ -53,11 +53,12 @@ def _widths(title: str, rows: Sequence[LayoutRow]) -> str:
     """The widths of the columns, as CSS variables: as wide as their content."""
     every = list(_all(rows, 0))
     name = max([len(title), *(2 * depth + len(f"{row.label} {row.cls}") for row, depth in every)])
-    cells = [HEADINGS, *(row.cells() for row, _ in every)]
-    widths = [max(len(row[at]) for row in cells[1:]) for at in range(len(HEADINGS))]
+    widths = [
+        max(map(len, cells)) for cells in zip(*(row.cells() for row, _ in every), strict=True)
+    ]
     columns = [
-        min(_WIDEST, max(width, len(HEADINGS[at]))) if width else 0
-        for at, width in enumerate(widths)
+        min(_WIDEST, max(width, len(heading))) if width else 0
+        for heading, width in zip(HEADINGS, widths, strict=True)
     ]
     return f"--n:{min(2 * _WIDEST, name + 2)}ch;--c:{' '.join(f'{width}ch' for width in columns)}"
 

@@ -6,8 +6,9 @@ at a time. A rank is a process, its threads are threads. `docs/trace.md` describ
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
 from torchwhere.blackbox.string_table import title_in
-from torchwhere.core.events import Kind, json_text
+from torchwhere.core.events import Event, Kind, json_text
 from torchwhere.core.grouping import grouped
 from torchwhere.core.place import shown
 from torchwhere.core.version import __version__
@@ -47,6 +48,9 @@ _OF_COLLECTIVE = (
     "reduce_op",
     "api",
     "raw_op",
+    "group_desc",
+    "mesh_dim",
+    "group_size",
 )
 _CALLS = ("collective", "device")  # a call of the CPU, and the same call on the device
 _CATEGORIES = {
@@ -85,14 +89,10 @@ TAIL = "\n]}\n"
 
 def joined(events: Iterable[str], *, is_first: bool) -> Iterator[str]:
     """Join events to large pieces of a JSON list."""
-    piece: list[str] = []
-    for event in events:
-        piece.append(event)
-        if len(piece) == _PIECE:
-            yield ("" if is_first else ",\n") + ",\n".join(piece)
-            is_first, piece = False, []
-    if piece:
+    pending = iter(events)
+    while piece := list(itertools.islice(pending, _PIECE)):
         yield ("" if is_first else ",\n") + ",\n".join(piece)
+        is_first = False
 
 
 class RankWriter:
@@ -241,31 +241,27 @@ class RankWriter:
         """
         event = self._box.event(at)
         place, fields = event.place.to_dict(), event.fields
-        args = {
-            key: place[key]
-            for key in ("pass", "module", "line", "framework_line", "graph", "param")
-            if place[key] is not None
-        }
+        args = _known(place, ("pass", "module", "line", "framework_line", "graph", "param"))
         if place["certainty"] != "exact":
             args["certainty"] = place["certainty"]
         args |= self._details(kind, fields)
         category = _KINETO.get(kind, "user_annotation") if self._is_kineto else kind
-        name = self._title(kind, event.place.step, fields, event.place.module, event.place.pass_)
+        name = self._title(kind, event)
         start = f'{{"name":{json.dumps(name)},"cat":"{category}",', _compact(args)[1:-1]
         if kind != "step":
             self._starts[kind, self._places[at]] = start
         return start
 
-    def _title(
-        self, kind: str, step: int | None, fields: dict[str, Any], module: str | None, pass_: str
-    ) -> str:
+    def _title(self, kind: str, event: Event) -> str:
+        place, fields = event.place, event.fields
         if kind == "step":
-            return f"ProfilerStep#{step}" if self._is_kineto else f"step {step}"
+            return f"ProfilerStep#{place.step}" if self._is_kineto else f"step {place.step}"
         if kind in _CALLS:
             title = title_in(fields)
             return _short(str(fields.get("op") or "collective") + (f" on {title}" if title else ""))
         if kind == "module":
-            return _short(shown(module) + (" (recompute)" if pass_ == "recompute" else ""))
+            recompute = " (recompute)" if place.pass_ == "recompute" else ""
+            return _short(shown(place.module) + recompute)
         if kind == "capture":
             return f"capture CUDA graph {fields.get('cuda_graph')}"
         return _short(
@@ -274,17 +270,10 @@ class RankWriter:
 
     def _details(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         if kind == "compile":
-            return {
-                key: fields[key]
-                for key in ("what", "part", "because")
-                if fields.get(key) is not None
-            }
+            return _known(fields, ("what", "part", "because"))
         if kind not in _CALLS:
             return {}
-        details = {key: fields[key] for key in _OF_COLLECTIVE if fields.get(key) not in (None, [])}
-        for key in ("group_desc", "mesh_dim", "group_size"):
-            if fields.get(key) is not None:
-                details[key] = fields[key]
+        details = _known(fields, _OF_COLLECTIVE)
         beneficiary = fields.get("for")
         if isinstance(beneficiary, list) and len(beneficiary) > _MOST_LISTED:
             beneficiary = params_text(beneficiary)
@@ -347,14 +336,13 @@ class RankWriter:
             phase = "f"
         if stream is None or not stream.is_message:
             return self._point("collective", phase, piece.begin_ns, piece, arrivals)
-        if (
-            arrivals.first_rank != stream.destination
-            or arrivals.held_ns <= arrivals.last_ns + _LATER_NS["f"]
-        ):
-            return self._point("message", phase, piece.begin_ns, piece, arrivals)
-        if rank == stream.source:
-            return self._point("message", "s", piece.begin_ns, piece, arrivals)
-        return self._received(piece, stream, arrivals)
+        has_waited = (
+            arrivals.first_rank == stream.destination
+            and arrivals.held_ns > arrivals.last_ns + _LATER_NS["f"]
+        )
+        if has_waited and rank != stream.source:
+            return self._received(piece, stream, arrivals)
+        return self._point("message", "s" if has_waited else phase, piece.begin_ns, piece, arrivals)
 
     def _received(self, piece: Slice, stream: ClockStream, arrivals: CallArrivals) -> str:
         """A recv that waited for its send.
@@ -376,6 +364,10 @@ class RankWriter:
         return (
             f'{{"name":"{name}","cat":"{name}","ph":"{phase}","id":{arrivals.call},{where}{end}}}'
         )
+
+
+def _known(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: values[key] for key in keys if values.get(key) not in (None, [])}
 
 
 def _process(box: Box) -> int:
