@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+Ranks = tuple[int, ...]
+
 
 def ranks_text(ranks: Iterable[int], *, most: int | None = None) -> str:
     """Sorted ranks with runs folded: `0-3, 7`.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchwhere.core.rank_text import Ranks
 from torchwhere.core.results import Fact
-
-Ranks = tuple[int, ...]
 
 
 class DumpFact(Fact):

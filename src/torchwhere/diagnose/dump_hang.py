@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchwhere.core.place import Certainty
+from torchwhere.core.rank_text import Ranks
 from torchwhere.diagnose.call_graph import CallGraph, Root
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
@@ -32,8 +33,6 @@ from torchwhere.diagnose.dump_progress import (
     MessageCount,
     MessageStream,
 )
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchwhere.core.place import Certainty
+from torchwhere.core.rank_text import Ranks
 from torchwhere.diagnose.doctor.finding import Cause, Finding
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 from torchwhere.diagnose.stack_position import (
@@ -22,8 +23,6 @@ from torchwhere.diagnose.stack_position import (
     position_of,
 )
 from torchwhere.processes.observation import RankObservation
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)

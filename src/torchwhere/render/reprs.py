@@ -67,7 +67,7 @@ class ResultView:
 
 def one_line(result: object) -> str:
     """A result on one line. Absurdly long names are cut."""
-    line = _function("one_line", result)(result)
+    line = plain(_function("one_line", result)(result))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 2]}…>"
 
 
@@ -124,7 +124,7 @@ def _event_html(event: Event) -> str:
 
 def _box_line(box: Box) -> str:
     facts = [f"{len(box.records):,} events", *box.problems]
-    return plain(f"<Box of rank {box.rank}: {', '.join(facts)}; {box.path}>")
+    return f"<Box of rank {box.rank}: {', '.join(facts)}; {box.path}>"
 
 
 def _box_html(box: Box) -> str:
@@ -142,7 +142,7 @@ def _box_html(box: Box) -> str:
 
 
 def _run_line(run: RunSummary[Any]) -> str:
-    return plain(f"<{type(run).__name__} {_run_title(run)}>")
+    return f"<{type(run).__name__} {_run_title(run)}>"
 
 
 def _run_title(run: RunSummary[Any]) -> str:
@@ -194,7 +194,7 @@ def _box_row(box: Box) -> list[Cell]:
 def _verdict_line(verdict: Verdict) -> str:
     culprits = f", by {_short_ranks(verdict.culprits)}" if verdict.culprits else ""
     ranks = plural(len(verdict.ranks), "rank")
-    return plain(f"<Verdict on {ranks}: {verdict.kind}{culprits} ({verdict.certainty})>")
+    return f"<Verdict on {ranks}: {verdict.kind}{culprits} ({verdict.certainty})>"
 
 
 def _verdict_html(verdict: Verdict) -> str:
@@ -214,15 +214,16 @@ def _verdict_html(verdict: Verdict) -> str:
 
 
 def _rank_row(rank: int, report: RankReport) -> list[Cell]:
-    last = report.last or {}
+    last = report.last
     call = f"{last.get('op')} #{last.get('number')}" if last else ""
     place = str(report.place).partition(", ")[2]
-    texts = (place, call, report.detail or "", _device_cell(report))
+    device = _device_text(report).removeprefix("GPU: ")
+    texts = (place, call, report.detail or "", device)
     return [str(rank), str(report.state), *map(plain, texts)]
 
 
-def _device_cell(report: RankReport) -> str:
-    return report.device.device_text().removeprefix("GPU: ") if report.device is not None else ""
+def _device_text(report: RankReport) -> str:
+    return report.device.device_text() if report.device is not None else ""
 
 
 def _rank_report_line(report: RankReport) -> str:
@@ -230,8 +231,7 @@ def _rank_report_line(report: RankReport) -> str:
 
 
 def _rank_report_text(report: RankReport) -> str:
-    device = report.device.device_text() if report.device is not None else None
-    parts = (f"{report.state}", f"{report.place}", report.detail, device)
+    parts = (str(report.state), str(report.place), report.detail, _device_text(report))
     return plain(": ".join(part for part in parts if part))
 
 
@@ -240,7 +240,7 @@ def _rank_report_text(report: RankReport) -> str:
 
 def _comms_line(comms: Comms) -> str:
     counts = ", ".join(f"{op}={count}" for op, count in sorted(comms.counts.items()))
-    return plain(f"<Comms of {plural(len(comms.ranks), 'rank')}: {counts or 'no collectives'}>")
+    return f"<Comms of {plural(len(comms.ranks), 'rank')}: {counts or 'no collectives'}>"
 
 
 def _comms_html(comms: Comms) -> str:
@@ -255,7 +255,7 @@ def _comms_html(comms: Comms) -> str:
 def _comms_node_line(node: CommsNode) -> str:
     total = node.total()
     name = "outside any module" if node.name is None else shown(node.name)
-    return plain(
+    return (
         f"<CommsNode {name}: {total.count:,} collectives, {amount(total.bytes)};"
         f" {len(node.children)} below>"
     )
@@ -267,7 +267,7 @@ def _phases_line(phases: Phases) -> str:
 
 def _phase_row_line(row: PhaseRow) -> str:
     times, path = row.all, " > ".join(row.path)
-    return plain(
+    return (
         f"<PhaseRow {path}: {times.count:,} times on {plural(len(row.by_rank), 'rank')},"
         f" {duration(times.total_ns)}>"
     )
@@ -287,7 +287,7 @@ def _phases_html(phases: Phases) -> str:
 
 def _groups_line(groups: Groups) -> str:
     names = (str(group.get("name")) for group in itertools.islice(groups, _MOST_SHOWN))
-    return plain(f"<Groups: {', '.join(names)}>")
+    return f"<Groups: {', '.join(names)}>"
 
 
 def _groups_text(groups: Groups) -> str:
@@ -323,7 +323,7 @@ def _layouts_html(layouts: Layouts) -> str:
 
 
 def _layout_cohort_line(cohort: LayoutCohort) -> str:
-    return plain(f"<Cohort of {_short_ranks(cohort.ranks)}: {cohort.layout!r}>")
+    return f"<Cohort of {_short_ranks(cohort.ranks)}: {cohort.layout!r}>"
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -355,11 +355,11 @@ def _result(comparison: Comparison) -> str:
 def _divergence_line(divergence: Divergence) -> str:
     step = "" if divergence.step is None else f" in step {divergence.step}"
     versions = "; ".join(map(_version_text, divergence.versions[:_MOST_SHOWN]))
-    return plain(f"<Divergence{step}: {versions}>")
+    return f"<Divergence{step}: {versions}>"
 
 
 def _version_line(version: Version) -> str:
-    return plain(f"<Version of {_version_text(version)}>")
+    return f"<Version of {_version_text(version)}>"
 
 
 def _version_text(version: Version) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchwhere.core.rank_text import Ranks
 from torchwhere.core.results import Fact
 
-Ranks = tuple[int, ...]
 Shape = tuple[int, ...]
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchwhere.core.events import Event
+from torchwhere.core.rank_text import Ranks
 from torchwhere.core.results import Fact
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
