@@ -14,8 +14,8 @@ from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.diff.cohorts import ComparedItem, Comparison, Divergence, Version
 from torchwhere.diagnose.diff.comparison import Diff
 from torchwhere.diagnose.diff.log_lines import stripped
-from torchwhere.render.lines import GAP, Cell, Column, Line, fitted, plain, table
-from torchwhere.render.text import event_text, module_cell, steps_text
+from torchwhere.render.lines import GAP, Cell, Column, Line, Narrowing, fitted, plain, table
+from torchwhere.render.text import event_text, module_cell, step_cell, steps_text
 
 _MOST_DIVERGENCES = 5
 _MOST_VERSIONS = 6
@@ -113,7 +113,7 @@ def _table_lines(
     columns: Sequence[Column],
     rows: list[list[Cell]],
     width: int | None,
-    narrowing: Sequence[tuple[str, int]],
+    narrowing: Narrowing,
 ) -> Iterator[Line]:
     inner_width = None if width is None else width - len(_INDENT)
     yield from table(columns, rows, width=inner_width, narrowing=narrowing)
@@ -165,8 +165,13 @@ def _event_cells(entry: ComparedItem, *, with_shapes: bool = False) -> list[str]
     if with_shapes:
         name, _, rest = text.partition(GAP)
         text = GAP.join([name, *_agreed(event.fields), rest])
-    step = "" if place.step is None else str(place.step)
-    return [step, place.pass_, plain(place.full_line), plain(module_cell(event)), plain(text)]
+    return [
+        step_cell(place),
+        place.pass_,
+        plain(place.full_line),
+        plain(module_cell(event)),
+        plain(text),
+    ]
 
 
 def _agreed(fields: dict[str, Any]) -> Iterator[str]:

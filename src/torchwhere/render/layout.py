@@ -22,7 +22,6 @@ from torchwhere.render.lines import (
     Cell,
     Column,
     Line,
-    as_text,
     below_twig,
     fitted,
     plain,
@@ -215,6 +214,10 @@ def _over(unit: Unit, meshes: Sequence[Mesh]) -> list[str]:
     return [f"over {meshes[unit.mesh].label}"]
 
 
+def layout_title(layout: Layout) -> str:
+    return f"rank {layout.rank} of {layout.world_size}"
+
+
 def mesh_texts(layout: Layout) -> list[str]:
     """A sentence for each mesh."""
     return [_mesh_text(mesh) for mesh in layout.meshes]
@@ -244,7 +247,7 @@ def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
     """
     for text in mesh_texts(layout):
         yield fitted([(plain(text), "dim")], width)
-    title = f"rank {layout.rank} of {layout.world_size}"
+    title = layout_title(layout)
     columns = [Column(title), *(Column(heading, optional=True) for heading in HEADINGS[:4])]
     columns += [Column(heading, right=True) for heading in HEADINGS[4:]]
     narrowing = (
@@ -279,10 +282,6 @@ def _table_rows(row: LayoutRow, start: Line, guide: str) -> Iterator[tuple[list[
     yield [label, *columns, [(local_bytes, style)], [(total, style)]], asides
     for left, below in zip(range(len(row.rows), 0, -1), row.rows, strict=True):
         yield from _table_rows(below, twig(guide, left), below_twig(guide, left))
-
-
-def layout_text(layout: Layout) -> str:
-    return as_text(layout_lines(layout, width=None)).rstrip("\n")
 
 
 # -- many ranks ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torchwhere.core.model_layout import Layout
 from torchwhere.render.html import escaped, fragment, isolated
-from torchwhere.render.layout import HEADINGS, LayoutRow, mesh_texts, outline
+from torchwhere.render.layout import HEADINGS, LayoutRow, layout_title, mesh_texts, outline
 
 _WIDEST = 44  # characters of a column; a longer text is cut, and shown whole as a tooltip
 _STYLE = (
@@ -33,7 +33,7 @@ _STYLE = (
 def layout_html(layout: Layout) -> str:
     rows = outline(layout)
     meshes = "".join(f'<div class="m">{isolated(text)}</div>' for text in mesh_texts(layout))
-    title = f"rank {layout.rank} of {layout.world_size}"
+    title = layout_title(layout)
     heading = _html_cells(title, "", HEADINGS, "r u p", 0)
     tree = "".join(part for row in rows for part in _html(row, 0))
     notes = "".join(f'<div class="m">{isolated(note)}</div>' for note in layout.notes)

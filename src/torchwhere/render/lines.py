@@ -65,11 +65,16 @@ def _width(cell: Cell) -> int:
     return cell_len(cell) if isinstance(cell, str) else sum(cell_len(text) for text, _ in cell)
 
 
+def cut_start(text: str, width: int, *, mark: str = "…") -> str:
+    """The end of a text that is wider than `width`, with a mark before it."""
+    return mark + set_cell_size(text[::-1], width - 1)[::-1]
+
+
 def _cut(parts: Line, width: int, *, keep_end: bool = False) -> Line:
     """Cut the parts to `width`, with an ellipsis where something is left out."""
     if keep_end:
         text, style = "".join(text for text, _ in parts), parts[-1][1]
-        return [("…" + set_cell_size(text[::-1], width - 1)[::-1], style)]
+        return [(cut_start(text, width), style)]
     cut_parts: Line = []
     for text, style in parts:
         room = width - 1 - _width(cut_parts)
@@ -78,6 +83,8 @@ def _cut(parts: Line, width: int, *, keep_end: bool = False) -> Line:
         cut_parts.append((text, style))
     return cut_parts
 
+
+Table = tuple[list["Column"], Iterable[list[Cell]]]  # columns and rows
 
 # Headings with widths to shrink to, one after the other until the table fits; 0 leaves one out.
 Narrowing = Sequence[tuple[str, int]]

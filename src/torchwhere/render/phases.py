@@ -13,6 +13,7 @@ from torchwhere.render.lines import (
     Cell,
     Column,
     Line,
+    Table,
     below_twig,
     fitted,
     plain,
@@ -67,7 +68,7 @@ def phases_further(phases: Phases, *, width: int | None) -> Iterator[Line]:
         yield from device_time_lines(phases.device, width=width)
 
 
-def phases_table(phases: Phases) -> tuple[list[Column], list[list[Cell]]]:
+def phases_table(phases: Phases) -> Table:
     headings = _ONE if len(phases.ranks) == 1 else _MANY
     columns = [Column("phase"), *(Column(heading, right=True) for heading in headings)]
     rows = (_cells(row, label, phases) for row, label in _labelled(phases))

@@ -37,7 +37,7 @@ from torchwhere.render import html as page
 from torchwhere.render import phases as phases_view
 from torchwhere.render.diff import diff_lines
 from torchwhere.render.fact_text import fact_text
-from torchwhere.render.layout import layout_text, layouts_lines
+from torchwhere.render.layout import layout_lines, layouts_lines
 from torchwhere.render.layout_html import layout_html
 from torchwhere.render.lines import Cell, Column, Line, as_text, plain
 from torchwhere.render.text import (
@@ -47,6 +47,7 @@ from torchwhere.render.text import (
     events_table,
     groups_lines,
     groups_table,
+    step_cell,
 )
 from torchwhere.render.verdict import verdict_lines, verdict_text
 
@@ -175,7 +176,7 @@ def _box_row(box: Box) -> list[Cell]:
     cursor = max(box.cursors(), key=lambda cursor: cursor.t_ns, default=None)
     if cursor is not None:
         place = cursor.place
-        step = "" if place.step is None else str(place.step)
+        step = step_cell(place)
         after_step = str(place).partition(", step ")[2].partition(", ")[2]
         place_text = plain(after_step or place)
     return [
@@ -387,7 +388,7 @@ VIEWS: dict[type, ResultView] = {
     Phases: ResultView(_phases_line, _whole_text(phases_view.phases_lines), _phases_html),
     PhaseRow: ResultView(_phase_row_line),
     Groups: ResultView(_groups_line, _groups_text, _groups_html),
-    Layout: ResultView(text=layout_text, html=layout_html),
+    Layout: ResultView(text=_whole_text(layout_lines), html=layout_html),
     Layouts: ResultView(_layouts_line, _whole_text(layouts_lines), _layouts_html),
     LayoutCohort: ResultView(_layout_cohort_line),
     Diff: ResultView(_diff_line, _whole_text(diff_lines), _diff_html),

@@ -10,13 +10,13 @@ from rich.cells import cell_len
 
 from torchwhere.blackbox.string_table import shown_description, title_in
 from torchwhere.core.events import DETAIL_FIELDS, Event
-from torchwhere.core.place import ROOT, Certainty, shown
+from torchwhere.core.place import ROOT, Certainty, Place, shown
 from torchwhere.core.rank_text import ranks_text
 from torchwhere.core.sanitize import plural
 from torchwhere.core.units import amount, duration
 from torchwhere.diagnose.comms.outline import OutlineLine, outline, params_text
 from torchwhere.diagnose.comms.tree import Comms, CommsKey, CommsSum
-from torchwhere.render.lines import GAP, Cell, Column, Line, below_twig, plain, table, twig
+from torchwhere.render.lines import GAP, Cell, Column, Line, Table, below_twig, plain, table, twig
 
 _PASS_STYLE = {
     "forward": "green",
@@ -52,9 +52,7 @@ def events_lines(
     return table(columns, rows, width=width, narrowing=narrowing)
 
 
-def events_table(
-    events: Iterable[Event], *, started_ns: int, has_device: bool = False
-) -> tuple[list[Column], Iterator[list[Cell]]]:
+def events_table(events: Iterable[Event], *, started_ns: int, has_device: bool = False) -> Table:
     columns = [
         Column("rank", right=True),
         Column("step", right=True),
@@ -75,13 +73,17 @@ def _event_row(event: Event, started_ns: int, device_times: Iterable[str]) -> li
     times = [event.t_ns, *(fields.get(key) for key in device_times)]
     return [
         str(place.rank),
-        "" if place.step is None else str(place.step),
+        step_cell(place),
         *([(_seconds(t_ns, started_ns), "dim")] for t_ns in times),
         [(place.pass_, _PASS_STYLE.get(place.pass_, ""))],
         [(plain(place.full_line), "dim")],
         plain(module_cell(event)),
         plain(event_text(event)),
     ]
+
+
+def step_cell(place: Place) -> str:
+    return "" if place.step is None else str(place.step)
 
 
 def _seconds(t_ns: Any, started_ns: int) -> str:
@@ -189,7 +191,7 @@ def comms_lines(comms: Comms, *, width: int | None) -> Iterator[Line]:
         yield [(f"not counted, overwritten in the ring (see --records): {listed}", "yellow")]
 
 
-def comms_table(comms: Comms) -> tuple[list[Column], Iterator[list[Cell]]]:
+def comms_table(comms: Comms) -> Table:
     headings = ("per step", "steps", "each", "calls", "total")
     columns = [
         Column(_title(comms)),
@@ -263,7 +265,7 @@ def groups_lines(groups: Iterable[dict[str, Any]], *, width: int | None) -> Iter
     return table(columns, rows, width=width, narrowing=narrowing)
 
 
-def groups_table(groups: Iterable[dict[str, Any]]) -> tuple[list[Column], Iterator[list[Cell]]]:
+def groups_table(groups: Iterable[dict[str, Any]]) -> Table:
     headings = ("group", "description", "mesh dimension", "backend", "ranks")
     return [Column(heading) for heading in headings], map(_group_row, groups)
 

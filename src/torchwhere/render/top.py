@@ -32,6 +32,7 @@ from torchwhere.render.top_rows import (
     widths,
 )
 from torchwhere.render.top_view import TopRow, TopView
+from torchwhere.render.verdict import text_lines
 
 Verdict = dict[str, Any]  # as `torchwhere doctor --json` prints it
 
@@ -122,7 +123,7 @@ def _culprits_sentence(run: RunNow) -> str:
 
 def verdict_sentence(verdict: Verdict, run: RunNow) -> str:
     """The verdict in one sentence."""
-    lines = str(verdict.get("text") or "").splitlines()
+    lines = text_lines(verdict)
     kind = lines[0].partition("  ")[0] if lines else str(verdict.get("kind"))
     sentence = lines[1] if len(lines) > 1 else ""
     if verdict.get("kind") in NO_FAULT:
@@ -232,7 +233,7 @@ class _TopScreen:
         if self.verdict is None or not self.run.culprits or room < 4:
             return []
         lines: list[Line] = [[]]
-        for text in str(self.verdict.get("text") or "").splitlines():
+        for text in text_lines(self.verdict):
             inset = " " * (len(text) - len(text.lstrip()) + 2)
             wrapped = textwrap.wrap(
                 self.charset.of(text), max(self.width, 20), subsequent_indent=inset

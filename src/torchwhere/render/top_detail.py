@@ -25,6 +25,7 @@ from torchwhere.render.top_rows import (
     state_text,
     step_text,
 )
+from torchwhere.render.verdict import text_lines
 
 _EVENTS = 12
 _FRAMES = 24
@@ -134,5 +135,5 @@ def _events(box: Box | None, width: int) -> Iterator[Line]:
 def _verdict(verdict: dict[str, Any] | None) -> Iterator[Line]:
     if verdict is not None:
         yield [("verdict", "bold")]
-        for line in str(verdict.get("text") or "").splitlines():
+        for line in text_lines(verdict):
             yield [(f"  {plain(line)}", "")]

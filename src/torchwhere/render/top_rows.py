@@ -18,7 +18,7 @@ from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.diagnose.live.run import is_culprit
-from torchwhere.render.lines import Line, plain
+from torchwhere.render.lines import Line, cut_start, plain
 from torchwhere.render.top_view import TopRow
 
 _SHORT_PASS = {
@@ -53,7 +53,7 @@ class Charset:
         if width < 2:
             return set_cell_size(text, width)
         if keep_end:
-            return mark + set_cell_size(text[::-1], width - 1)[::-1]
+            return cut_start(text, width, mark=mark)
         return set_cell_size(text, width - 1) + mark
 
 

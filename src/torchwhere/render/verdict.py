@@ -111,6 +111,11 @@ def verdict_text(verdict: Verdict) -> str:
     return "\n".join(verdict_lines(verdict))
 
 
+def text_lines(verdict: dict[str, Any]) -> list[str]:
+    """The lines of the text of a verdict that `verdict_json` returned."""
+    return str(verdict.get("text") or "").splitlines()
+
+
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """The verdict as a stable JSON object, with its text."""
     values = verdict.to_dict() | {"text": verdict_text(verdict)}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from torchwhere.render.verdict import TITLES
+from torchwhere.render.verdict import TITLES, text_lines
 
 # -- safe texts ------------------------------------------------------------------------------------
 # `texts.js` does the same for texts that the script shows. Control and direction characters become
@@ -65,7 +65,7 @@ def front_html(report: Mapping[str, Any]) -> str:
     verdict = report.get("verdict") or {}
     kind = str(verdict.get("kind"))
     word, symbol = TITLES.get(kind, kind.upper()), _SYMBOLS.get(kind, "?")
-    lines = str(verdict.get("text") or "").splitlines()
+    lines = text_lines(verdict)
     headline = str(verdict.get("headline") or (lines[1] if len(lines) > 1 else word))
     evidence, stacks, unknown = _sorted(lines[1:], headline)
     folder = f"{(report.get('settings') or {}).get('folder')}/"
