@@ -28,7 +28,7 @@ from torchwhere.model.parameters import (
     is_flat,
 )
 from torchwhere.model.wrappers import innermost
-from torchwhere.render.text_table import TextTable
+from torchwhere.render.plain_table import PlainTable
 
 __all__ = ["Names", "UnknownNameError", "check", "names", "names_of_live_models"]
 
@@ -182,8 +182,8 @@ class Names(NameLookup, Tabular):
         title = page.paragraph(repr(self), style="bold")
         return page.fragment(title, self._as_table().html())
 
-    def _as_table(self) -> TextTable:
-        return TextTable(HEADINGS, list(self._rows()), right=("numel", "id"))
+    def _as_table(self) -> PlainTable:
+        return PlainTable(HEADINGS, list(self._rows()), right=("numel", "id"))
 
     def as_rows(self) -> list[dict[str, Any]]:
         """Return one row for each parameter and buffer, with the fields of `ParameterFacts`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -16,6 +18,12 @@ def printable(text: object, *, longest: int | None = None) -> str:
     if shown.isprintable():
         return shown
     return "".join(c if c.isprintable() else _REPLACEMENT for c in shown)
+
+
+def steps_span(steps: Collection[int], *, to: str = "-") -> str:
+    """`step 3`, `steps 0-5`."""
+    first, last = min(steps), max(steps)
+    return f"step {first}" if first == last else f"steps {first}{to}{last}"
 
 
 def plural(count: int, noun: str) -> str:

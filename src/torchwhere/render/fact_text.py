@@ -12,11 +12,11 @@ further formats:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from string import Formatter
 from typing import Any
 
-from torchwhere.core.rank_text import ranks_from_text, ranks_phrase, ranks_text
+from torchwhere.core.rank_text import Ranks, ranks_from_text, ranks_phrase, ranks_text
 from torchwhere.core.results import Fact
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.diff.facts import (
@@ -166,7 +166,7 @@ def _logs_rejoin(fact: LogsRejoin) -> str:
 
 
 def _stage_modules(fact: StageModules) -> str:
-    stages = [f"{_stages_text(stages)} on {ranks_phrase(ranks)}" for stages, ranks in fact.ranks]
+    stages = _on_ranks((_stages_text(stages), ranks) for stages, ranks in fact.ranks)
     return f"each pipeline stage has its own modules: {'; '.join(stages)}"
 
 
@@ -184,7 +184,7 @@ def _sibling_groups(fact: SiblingGroups) -> str:
 def _uneven_shards(fact: UnevenShards) -> str:
     parameters = "1 parameter is" if fact.count == 1 else f"{fact.count:,} parameters are"
     how = "sharded as one flat tensor" if fact.is_flat else "not sharded evenly"
-    shapes = [f"{list(shape)} on {ranks_phrase(ranks)}" for shape, ranks in fact.shapes]
+    shapes = _on_ranks((list(shape), ranks) for shape, ranks in fact.shapes)
     return f"{parameters} {how}: {fact.example} is {_few(shapes)}"
 
 
@@ -193,6 +193,10 @@ def _wrong_shard(fact: WrongShard) -> str:
         f"rank {fact.rank} holds {list(fact.held)} of {fact.param} {list(fact.shape)};"
         f" {', '.join(fact.placements)} gives {list(fact.expected)}"
     )
+
+
+def _on_ranks(pairs: Iterable[tuple[object, Ranks]]) -> list[str]:
+    return [f"{what} on {ranks_phrase(ranks)}" for what, ranks in pairs]
 
 
 def _few(texts: Sequence[str]) -> str:
@@ -225,18 +229,18 @@ def _differing_call(fact: DifferingCall) -> str:
 
 
 def _completed_calls(fact: CompletedCalls) -> str:
-    parts = [
-        f"{f'up to #{number}' if number >= 0 else 'nothing'} on {ranks_phrase(ranks)}"
-        for number, ranks in fact.by_number[:_MOST_PARTS]
-    ]
-    done = "; ".join(parts)
+    done = "; ".join(
+        _on_ranks(
+            (f"up to #{number}" if number >= 0 else "nothing", ranks)
+            for number, ranks in fact.by_number[:_MOST_PARTS]
+        )
+    )
     return f'Completed in group "{fact.group}", according to the flight recorder: {done}.'
 
 
 def _device_states(fact: DeviceStates) -> str:
-    parts = [f"{state} on {ranks_phrase(ranks)}" for state, ranks in fact.by_state]
-    call = f'#{fact.number} of group "{fact.group}"'
-    return f"According to the flight recorder, {call} is {'; '.join(parts)}."
+    states = "; ".join(_on_ranks(fact.by_state))
+    return f'According to the flight recorder, #{fact.number} of group "{fact.group}" is {states}.'
 
 
 SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torchwhere.core.place import shown
 from torchwhere.core.sanitize import plural, printable
 from torchwhere.render.folds import Fold, NumberedNames, Step, fold
-from torchwhere.render.text_table import aligned
+from torchwhere.render.plain_table import aligned
 
 _FARTHEST = 40  # rows; a longer edge is shown only by its number
 # These only change the shape or type of a leaf, which is not worth a line.

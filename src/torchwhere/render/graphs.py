@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchwhere.core.sanitize import plural, printable
-from torchwhere.render.text_table import TextTable
+from torchwhere.render.plain_table import PlainTable
 
 _UNNAMED = "model"  # AOTAutograd's name for a model without one
 _HEADINGS = (
@@ -24,9 +24,9 @@ _HEADINGS = (
 )
 
 
-def _table(graphs: Sequence[Any]) -> TextTable:
+def _table(graphs: Sequence[Any]) -> PlainTable:
     rows = [dict(zip(_HEADINGS, _cells(graph), strict=True)) for graph in graphs]
-    return TextTable(_HEADINGS, rows, right=("ops", "seconds", "again"))
+    return PlainTable(_HEADINGS, rows, right=("ops", "seconds", "again"))
 
 
 def table_text(graphs: Sequence[Any]) -> str:

@@ -22,11 +22,10 @@ from torchwhere.render.lines import (
     Cell,
     Column,
     Line,
-    below_twig,
     fitted,
     plain,
     table,
-    twig,
+    twigs,
 )
 
 _MOST_COHORTS = 20  # that differ, shown
@@ -280,8 +279,8 @@ def _table_rows(row: LayoutRow, start: Line, guide: str) -> Iterator[tuple[list[
     inset = guide + ("│ " if row.rows else "  ")
     asides: list[Line] = [[(inset, "dim"), (plain(text), "cyan")] for text in row.asides]
     yield [label, *columns, [(local_bytes, style)], [(total, style)]], asides
-    for left, below in zip(range(len(row.rows), 0, -1), row.rows, strict=True):
-        yield from _table_rows(below, twig(guide, left), below_twig(guide, left))
+    for below, twig, inner_guide in twigs(row.rows, guide):
+        yield from _table_rows(below, twig, inner_guide)
 
 
 # -- many ranks ------------------------------------------------------------------------------------

@@ -32,21 +32,23 @@ _STYLE = (
 
 def layout_html(layout: Layout) -> str:
     rows = outline(layout)
-    meshes = "".join(f'<div class="m">{isolated(text)}</div>' for text in mesh_texts(layout))
     title = layout_title(layout)
     heading = _html_cells(title, "", HEADINGS, "r u p", 0)
     tree = "".join(part for row in rows for part in _html(row, 0))
-    notes = "".join(f'<div class="m">{isolated(note)}</div>' for note in layout.notes)
     inline = _widths(title, rows)
     return fragment(
-        meshes,
+        _texts_html(mesh_texts(layout), "m"),
         f"<div>{heading}</div>",
         tree,
-        notes,
+        _texts_html(layout.notes, "m"),
         style=_STYLE,
         name="torchwhere-layout",
         inline=inline,
     )
+
+
+def _texts_html(texts: Iterable[str], css_class: str) -> str:
+    return "".join(f'<div class="{css_class}">{isolated(text)}</div>' for text in texts)
 
 
 def _widths(title: str, rows: Sequence[LayoutRow]) -> str:
@@ -70,7 +72,7 @@ def _all(rows: Iterable[LayoutRow], depth: int) -> Iterator[tuple[LayoutRow, int
 
 
 def _html(row: LayoutRow, depth: int) -> Iterator[str]:
-    asides = "".join(f'<div class="a">{isolated(text)}</div>' for text in row.asides)
+    asides = _texts_html(row.asides, "a")
     if not row.rows:
         style = "r p" if row.is_param else "r u p"
         yield f"<div>{_html_cells(row.label, row.cls, row.cells(), style, depth)}{asides}</div>"

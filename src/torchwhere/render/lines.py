@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -24,6 +25,7 @@ GAP = "  "
 _BLOCK = 1000  # rows that are aligned and printed together
 _LONGEST = 1000  # characters of a name
 
+T = TypeVar("T")
 Line = list[tuple[str, str]]  # texts with their styles
 Cell = str | Line
 
@@ -145,14 +147,11 @@ def fitted(line: Line, width: int | None) -> Line:
     return line if width is None or _width(line) <= width else _cut(line, width)
 
 
-def twig(guide: str, left: int) -> Line:
-    """The start of a tree's line; `left` counts it and the siblings below it."""
-    return [(guide + ("├ " if left > 1 else "└ "), "dim")]
-
-
-def below_twig(guide: str, left: int) -> str:
-    """The guide for the lines below a twig."""
-    return guide + ("│ " if left > 1 else "  ")
+def twigs(items: Sequence[T], guide: str) -> Iterator[tuple[T, Line, str]]:
+    """Each item of one level of a tree, the start of its line, and the guide of the lines below."""
+    for left, item in zip(range(len(items), 0, -1), items, strict=True):
+        start, below = ("├ ", "│ ") if left > 1 else ("└ ", "  ")
+        yield item, [(guide + start, "dim")], guide + below
 
 
 # -- output ----------------------------------------------------------------------------------------

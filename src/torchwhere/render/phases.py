@@ -14,11 +14,10 @@ from torchwhere.render.lines import (
     Column,
     Line,
     Table,
-    below_twig,
     fitted,
     plain,
     table,
-    twig,
+    twigs,
 )
 from torchwhere.render.step_parts import step_parts_lines
 
@@ -104,10 +103,9 @@ def _labelled(phases: Phases) -> Iterator[tuple[PhaseRow, Line]]:
 
 
 def _below(phases: Phases, row: PhaseRow, guide: str) -> Iterator[tuple[PhaseRow, Line]]:
-    inner = phases.inside(row)
-    for left, child in zip(range(len(inner), 0, -1), inner, strict=True):
-        yield child, [*twig(guide, left), (plain(child.name), "bold")]
-        yield from _below(phases, child, below_twig(guide, left))
+    for child, twig, inset in twigs(phases.inside(row), guide):
+        yield child, [*twig, (plain(child.name), "bold")]
+        yield from _below(phases, child, inset)
 
 
 def _cells(row: PhaseRow, label: Line, phases: Phases) -> list[Cell]:

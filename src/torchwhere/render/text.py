@@ -12,12 +12,13 @@ from torchwhere.blackbox.string_table import shown_description, title_in
 from torchwhere.core.events import DETAIL_FIELDS, Event
 from torchwhere.core.place import ROOT, Certainty, Place, shown
 from torchwhere.core.rank_text import ranks_text
-from torchwhere.core.sanitize import plural
+from torchwhere.core.sanitize import plural, steps_span
 from torchwhere.core.units import amount, duration
 from torchwhere.diagnose.comms.outline import OutlineLine, outline, params_text
 from torchwhere.diagnose.comms.tree import Comms, CommsKey, CommsSum
-from torchwhere.render.lines import GAP, Cell, Column, Line, Table, below_twig, plain, table, twig
+from torchwhere.render.lines import GAP, Cell, Column, Line, Table, plain, table, twigs
 
+CommsEntry = tuple[CommsKey, CommsSum]
 _PASS_STYLE = {
     "forward": "green",
     "backward": "magenta",
@@ -154,10 +155,7 @@ def _beneficiary(beneficiary: Any) -> str:
 
 def steps_text(steps: tuple[int, int] | None) -> str:
     """`, step 3` or `, steps 0-5`; empty without steps."""
-    if steps is None:
-        return ""
-    first, last = steps
-    return f", step {first}" if first == last else f", steps {first}-{last}"
+    return "" if steps is None else f", {steps_span(steps)}"
 
 
 # -- comms -----------------------------------------------------------------------------------------
@@ -218,27 +216,24 @@ def _branch_rows(
 ) -> Iterator[list[Cell]]:
     total = branch.total()
     yield [label, "", "", "", [(str(total.count), "bold")], [(amount(total.bytes), "bold")], "", ""]
-    entries, below = list(branch.entries()), branch.branches
-    left = len(entries) + len(below)
-    for key, counter in entries:
-        yield _entry_row(key, counter, twig(guide, left), branch, comms)
-        left -= 1
+    below = branch.branches
     widest = max((cell_len(plain(inner.label)) for inner in below if inner.is_single), default=0)
-    for inner in below:
-        name = [*twig(guide, left), (plain(inner.label), "bold")]
-        inset = below_twig(guide, left)
-        left -= 1
+    items: list[OutlineLine | CommsEntry] = [*branch.entries(), *below]
+    for inner, twig, inset in twigs(items, guide):
+        if isinstance(inner, tuple):
+            yield _entry_row(inner, twig, branch, comms)
+            continue
+        name = [*twig, (plain(inner.label), "bold")]
         if not inner.is_single:
             yield from _branch_rows(inner, name, inset, comms)
             continue
         name.append((" " * (widest - cell_len(plain(inner.label)) + len(GAP)), ""))
-        for key, counter in inner.entries():
-            yield _entry_row(key, counter, name, inner, comms)
+        for entry in inner.entries():
+            yield _entry_row(entry, name, inner, comms)
 
 
-def _entry_row(
-    key: CommsKey, counter: CommsSum, label: Line, branch: OutlineLine, comms: Comms
-) -> list[Cell]:
+def _entry_row(entry: CommsEntry, label: Line, branch: OutlineLine, comms: Comms) -> list[Cell]:
+    key, counter = entry
     label = [*label, (f"{key.pass_:<9} ", _PASS_STYLE.get(key.pass_, "")), (plain(key.op), "")]
     has_own = key.beneficiary is None or key.beneficiary == branch.name
     beneficiary = "" if has_own else plain(_beneficiary(key.beneficiary))

@@ -15,7 +15,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from torchwhere.core.rank_text import ranks_phrase, watched_phrase
-from torchwhere.core.sanitize import plural
+from torchwhere.core.sanitize import plural, steps_span
 from torchwhere.diagnose.doctor.verdict import NO_FAULT
 from torchwhere.diagnose.live.run import RunNow
 from torchwhere.render.lines import Column, Line, fitted, plain, table
@@ -74,10 +74,8 @@ def title(run: RunNow) -> str:
         plural(count, "rank") if count == run.world_size else f"{count} of {run.world_size} ranks"
     ]
     steps = [rank.step for rank in run.ranks if rank.step is not None]
-    if steps and min(steps) == max(steps):
-        parts.append(f"step {max(steps)}")
-    elif steps:
-        parts.append(f"steps {min(steps)}-{max(steps)}")
+    if steps:
+        parts.append(steps_span(steps))
     if run.steps_per_s is not None:
         parts.append(f"{speed(run.steps_per_s)} steps/s")
     return "  ".join(parts)

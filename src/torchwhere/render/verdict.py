@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchwhere.core.sanitize import plural, printable
+from torchwhere.core.sanitize import plural, printable, steps_span
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, RankReport, Verdict, VerdictKind
 
 TITLES: dict[str, str] = {  # by kind
@@ -70,10 +70,8 @@ def _title(verdict: Verdict) -> str:
     places = [report.place for report in verdict.ranks.values()]
     steps = [place.step for place in places if place.step is not None]
     facts = [plural(len(verdict.ranks), "rank")]
-    if steps and min(steps) == max(steps):
-        facts.append(f"step {min(steps)}")
-    elif steps:
-        facts.append(f"steps {min(steps)} to {max(steps)}")
+    if steps:
+        facts.append(steps_span(steps, to=" to "))
     if verdict.stalled_s is not None:
         facts.append(f"no progress for {verdict.stalled_s:.0f} s")
     if verdict.certainty == "inferred":

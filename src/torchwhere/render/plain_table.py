@@ -23,7 +23,7 @@ def aligned(rows: Iterable[Sequence[str]], *, right: Collection[int] = ()) -> li
 
 
 @dataclass(frozen=True, slots=True)
-class TextTable:
+class PlainTable:
     """Rows of texts by heading. A heading without any text is left out."""
 
     headings: Sequence[str]
