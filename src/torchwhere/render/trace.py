@@ -53,14 +53,6 @@ _OF_COLLECTIVE = (
     "group_size",
 )
 _CALLS = ("collective", "device")  # a call of the CPU, and the same call on the device
-_CATEGORIES = {
-    Kind.START: "start",
-    Kind.END: "end",
-    Kind.OPTIMIZER: "optimizer",
-    Kind.NOTE: "note",
-    Kind.EXCEPTION: "exception",
-    Kind.REPLAY: "replay",
-}
 # The categories of kineto. HTA looks for steps under this one.
 _KINETO = {
     "step": "user_annotation",
@@ -291,7 +283,7 @@ class RankWriter:
         event = self._box.event(instant.at)
         place, fields = event.place.to_dict(), event.fields
         text = fields.get("text") or fields.get("reason") or fields.get("what")
-        category = _CATEGORIES[instant.kind]
+        category = instant.kind.label
         name = category
         if text:
             name = str(text) if instant.kind == Kind.NOTE else f"{category}: {text}"

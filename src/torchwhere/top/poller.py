@@ -68,7 +68,7 @@ class RunPoller:
         if now_s < self._list_at:
             return False
         files = self._box_names()
-        self._list_at = now_s + max(_LIST_S, (time.monotonic() - now_s) / _MOST_SHARE)
+        self._list_at = _next_at(now_s)
         # When all boxes are gone, the screen keeps what was read last.
         if not files or files == self._files:
             return self._has_assumed_ranks()
@@ -101,13 +101,16 @@ class RunPoller:
             self._problem = self._absence(error)
             return set()
         self._was_there = True
-        self._problem = None
-        if not files:
-            had_boxes = bool(self._files)
-            absence = "no longer holds a" if had_boxes else "holds no"
-            suffix = "" if had_boxes else " yet"
-            self._problem = f"{self.folder} {absence} black box (*.box){suffix}"
+        if files:
+            self._problem = None
+        elif self._files:
+            self._problem = f"{self.folder} no longer holds a black box (*.box)"
+        else:
+            self._problem = self._no_box_yet()
         return files
+
+    def _no_box_yet(self) -> str:
+        return f"{self.folder} holds no black box (*.box) yet"
 
     def _absence(self, error: OSError) -> str:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
@@ -153,8 +156,7 @@ class RunPoller:
     def _now(self) -> RunNow:
         t_ns, run = time.time_ns(), self._run
         if run is None:
-            problem = self._problem or f"{self.folder} holds no black box (*.box) yet"
-            return RunNow(str(self.folder), t_ns, problem=problem)
+            return RunNow(str(self.folder), t_ns, problem=self._problem or self._no_box_yet())
         ranks = self._live.now(sorted(run.boxes), self._statuses(run), now_s=time.monotonic())
         unread = len(self._unread)
         return RunNow(
@@ -183,5 +185,10 @@ class RunPoller:
         begin = time.monotonic()
         if begin > self._saved_at:
             self._saved = saved_statuses(self.folder)
-            self._saved_at = begin + max(_LIST_S, (time.monotonic() - begin) / _MOST_SHARE)
+            self._saved_at = _next_at(begin)
         return merged(look(run.boxes), self._saved)
+
+
+def _next_at(begin_s: float) -> float:
+    """When to do again what began at `begin_s` and has just ended: later if it took long."""
+    return begin_s + max(_LIST_S, (time.monotonic() - begin_s) / _MOST_SHARE)
