@@ -166,19 +166,16 @@ function collectiveTable(group) {
     },
     { label: "op", value: (row) => row.op, cell: (row) => name(row.op) },
     { label: "bytes", value: (row) => row.bytes, cell: (row) => amount(row.bytes), bar: (row) => row.bytes / mostBytes },
-    { label: "step", value: (row) => row.step, isNumber: true, isName: true },
+    nameColumn("step", "step"),
     { label: "module", value: (row) => row.module, cell: (row) => name(row.module, { longest: 60 }) },
     { label: "line", value: (row) => row.line, cell: (row) => name(row.line, { longest: 60 }) },
     { label: "arrived", value: (row) => row.arrived - row.of, cell: arrived, isNumber: true, title: "\u25c6: not all ranks" },
-    {
-      label: "skew",
-      value: (row) => row.skew_ms,
-      cell: (row) => duration(row.skew_ms),
+    timeColumn("skew", "skew_ms", {
       bar: (row) => row.skew_ms / mostSkew,
       title: "from the first arrival to the last",
-    },
-    { label: "first rank", value: (row) => row.first_rank, isNumber: true, isName: true },
-    { label: "last rank", value: (row) => row.last_rank, isNumber: true, isName: true },
+    }),
+    nameColumn("first rank", "first_rank"),
+    nameColumn("last rank", "last_rank"),
   ];
   const first = group.rows.findIndex((row) => row.differs);
   const atFirst =

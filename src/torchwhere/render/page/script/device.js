@@ -30,19 +30,12 @@ function showDevice(report) {
 function deviceTable(device) {
   const rows = device.ranks.map((rank, at) => ({ rank, ...device.usual[at] }));
   const most = rows.reduce((largest, row) => Math.max(largest, row.device), 0);
-  const time = (label, key, title) => ({
-    label,
-    value: (row) => row[key],
-    cell: (row) => duration(row[key]),
-    isNumber: true,
-    title,
-  });
   const columns = [
-    { label: "rank", value: (row) => row.rank, isNumber: true, isName: true },
-    time("step", "device", "median of its steps"),
+    nameColumn("rank", "rank"),
+    timeColumn("step", "device", { title: "median of its steps" }),
     { label: "parts", value: (row) => row.compute, cell: (row) => partsBar(row, most) },
-    ...DEVICE_PARTS.map(([key, label, title]) => time(label, key, title)),
-    time("waited", "waited", "in its collectives, for the device of another rank"),
+    ...DEVICE_PARTS.map(([key, label, title]) => timeColumn(label, key, { title })),
+    timeColumn("waited", "waited", { title: "in its collectives, for the device of another rank" }),
     { label: "waited for", value: (row) => row.waited_for, cell: waitedFor },
   ];
   return sortedTable({ caption: "The usual step of each device", columns, rows, noun: "rank" });

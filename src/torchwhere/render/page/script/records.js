@@ -42,7 +42,7 @@ function showGraphs(report) {
     { label: "compiled", value: (graph) => graph.count, isNumber: true, title: "times, on all ranks together" },
     { label: "again", value: (graph) => graph.recompiles, isNumber: true, title: "recompiled" },
     hasTime ? { label: "time", value: (graph) => graph.ms, cell: (graph) => duration(graph.ms), isNumber: true } : null,
-    { label: "first at step", value: (graph) => graph.step, isNumber: true, isName: true },
+    nameColumn("first at step", "step"),
     { label: "why again", value: (graph) => graph.reasons.length, cell: reasons },
   ].filter(Boolean);
   return sortedTable({ caption: "Compiled graphs", columns, rows: report.graphs, noun: "graph" });

@@ -76,7 +76,7 @@ function showPhases(report) {
   };
   const columns = [
     { label: "phase", value: (row) => row.name, cell: label },
-    { label: "total", value: (row) => row.total_ms, cell: (row) => duration(row.total_ms), bar: (row) => row.total_ms / most },
+    timeColumn("total", "total_ms", { bar: (row) => row.total_ms / most }),
     {
       label: "share",
       value: (row) => row.share,
@@ -85,11 +85,11 @@ function showPhases(report) {
       title: "of the time of all steps",
     },
     { label: "count", value: (row) => row.count, isNumber: true },
-    { label: "mean", value: (row) => row.mean_ms, cell: (row) => duration(row.mean_ms), isNumber: true },
-    { label: "longest", value: (row) => row.max_ms, cell: (row) => duration(row.max_ms), isNumber: true },
-    { label: "min by rank", value: (row) => row.min_rank_ms, cell: (row) => duration(row.min_rank_ms), isNumber: true },
-    { label: "max by rank", value: (row) => row.max_rank_ms, cell: (row) => duration(row.max_rank_ms), isNumber: true },
-    { label: "slowest rank", value: (row) => row.slowest_rank, isNumber: true, isName: true },
+    timeColumn("mean", "mean_ms"),
+    timeColumn("longest", "max_ms"),
+    timeColumn("min by rank", "min_rank_ms"),
+    timeColumn("max by rank", "max_rank_ms"),
+    nameColumn("slowest rank", "slowest_rank"),
   ];
   const table = sortedTable({ caption: "Phases", columns, rows, noun: "phase" });
   return [table, times && times.phases.length && times.ranks.length > 1 ? phaseMap(times) : null, ofSteps].filter(Boolean);
@@ -108,17 +108,10 @@ const STEP_PARTS = [
 ];
 
 function stepParts(rows) {
-  const time = (key, title) => ({
-    label: key,
-    value: (row) => row[key],
-    cell: (row) => duration(row[key]),
-    isNumber: true,
-    title,
-  });
   const columns = [
-    { label: "rank", value: (row) => row.rank, isNumber: true, isName: true },
-    time("step", "mean of its last steps"),
-    ...STEP_PARTS.map(([key, title]) => time(key, title)),
+    nameColumn("rank", "rank"),
+    timeColumn("step", "step", { title: "mean of its last steps" }),
+    ...STEP_PARTS.map(([key, title]) => timeColumn(key, key, { title })),
   ];
   return sortedTable({ caption: "The parts of a step, mean of the last steps", columns, rows, noun: "rank" });
 }

@@ -5,6 +5,16 @@
 
 const ROWS_AT_FIRST = 100;
 
+/* The column of a time in ms, which the rows hold under `key`. */
+function timeColumn(label, key, more = {}) {
+  return { label, value: (row) => row[key], cell: (row) => duration(row[key]), isNumber: true, ...more };
+}
+
+/* The column of a number that is used as a name. */
+function nameColumn(label, key) {
+  return { label, value: (row) => row[key], isNumber: true, isName: true };
+}
+
 function barCell(text, part) {
   const fill = el("span", { class: "fill" });
   fill.style.width = `${Math.max(0, Math.min(1, part || 0)) * 100}%`;
