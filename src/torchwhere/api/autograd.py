@@ -29,7 +29,7 @@ from torchwhere.model.backward_graph import BackwardGraph, Lines, NodeSources, P
 from torchwhere.model.graph_walk import is_leaf, walk
 from torchwhere.model.module_names import NameTable
 from torchwhere.model.module_walk import walk as walk_modules
-from torchwhere.model.unsharded import unsharded_names
+from torchwhere.model.parameters import flat_names
 from torchwhere.model.wrappers import wrapped
 
 _Origin = torch.Tensor | GradientEdge | Node
@@ -126,7 +126,7 @@ class _Namer:
         session = current()
         self._tables = [session.recorder.locator.names] if session is not None else []
         self._models = naming.names_of_live_models()
-        self._unsharded: dict[int, list[str]] | None = None
+        self._flat: dict[int, list[str]] | None = None
         if model is not None:
             table = NameTable()
             table.add_root(model)
@@ -139,16 +139,11 @@ class _Namer:
         for model in self._models:
             if names := model.known_names(param):
                 return names
-        return self._unsharded_names(param)
-
-    def _unsharded_names(self, param: torch.Tensor) -> list[str]:
-        """The names of the unsharded parameter that FSDP makes for a forward: those of the sharded
-        parameter."""
-        if self._unsharded is None:
-            self._unsharded = dict(
-                entry for table in self._tables for entry in unsharded_names(table)
-            )
-        return self._unsharded.get(id(param), [])
+        if self._flat is None:
+            self._flat = {}
+            for table in self._tables:
+                self._flat |= flat_names(table)
+        return self._flat.get(id(param), [])
 
 
 def _places(sequence: NDArray[np.uint64]) -> Places:

@@ -8,10 +8,8 @@ watch at different times still agree.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import json
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +22,8 @@ from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.string_table import Group
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
+from torchwhere.model.meshes import mesh_dim
+from torchwhere.model.wrappers import live_objects, loaded_class
 
 # backends whose sequence number goes up by one per collective, as ours does
 _COUNTING_BACKENDS = ("gloo", "nccl")
@@ -134,13 +134,14 @@ class WatchedGroups:
         self.refresh()
 
     def _add(self, pg: Any) -> WatchedGroup:
+        dim = mesh_dim(pg.group_desc)  # `_name_dimensions` corrects it later
         group = WatchedGroup(
             name=pg.group_name,
             desc=pg.group_desc,
             ranks=_ranks(pg),
             backend=_backend(pg),
-            mesh_dim=_mesh_dim(pg.group_desc),
-            title=Group(pg.group_name, (), pg.group_desc, None, _mesh_dim(pg.group_desc)).title,
+            mesh_dim=dim,
+            title=Group(pg.group_name, (), pg.group_desc, None, dim).title,
         )
         group.entry = self._box.intern(EntryType.GROUP, json.dumps(group.to_dict()))
         counted = _counted_so_far(pg, group.backend)
@@ -193,21 +194,13 @@ def _backend(pg: Any) -> str:
     return name
 
 
-def _mesh_dim(desc: str) -> str | None:
-    """The mesh dimension in a description: DeviceMesh describes its groups as `mesh_<dimension>`.
-    `_mesh_dims` corrects it later."""
-    return desc.removeprefix("mesh_") if desc.startswith("mesh_") else None
-
-
 def _mesh_dims() -> dict[str, str]:
     """Group name to mesh dimension name, from the live meshes of this process (torch has no list of
     them)."""
-    device_mesh = sys.modules.get("torch.distributed.device_mesh")
-    if device_mesh is None:
-        return {}
+    cls = loaded_class("torch.distributed.device_mesh", "DeviceMesh")
     dims: dict[str, str] = {}
-    for mesh in gc.get_referrers(device_mesh.DeviceMesh):
-        if isinstance(mesh, device_mesh.DeviceMesh) and mesh.mesh_dim_names:
+    for mesh in live_objects(cls) if cls else ():
+        if mesh.mesh_dim_names:
             # a mesh without this rank, or whose process groups are destroyed
             with contextlib.suppress(Exception):
                 dims |= {

@@ -16,7 +16,14 @@ from torch import nn
 
 from torchwhere.core.layout_json import Facts
 from torchwhere.core.model_layout import FLAT
-from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state, is_fsdp1
+from torchwhere.model.fsdp_states import (
+    Owners,
+    fsdp1_owners,
+    fsdp2_groups,
+    fsdp2_owners,
+    fsdp2_state,
+    is_fsdp1,
+)
 from torchwhere.model.meshes import Meshes, placement_texts
 from torchwhere.model.wrappers import wrapped
 
@@ -64,9 +71,7 @@ def fsdp2_params(group: Any, meshes: Meshes) -> dict[Slot, HeldParam]:
         held = dtensor_param(param, meshes, key=id(managed))
         if managed.offload_to_cpu:
             held.device = "cpu"
-        info = managed._module_info
-        params[id(info.module), info.param_name] = held
-        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+        for module, name in fsdp2_owners(managed):
             params[id(module), name] = held
     return params
 
@@ -142,29 +147,25 @@ def fsdp1_params(
     if handle is None:
         return {}
     flat, params = handle.flat_param, {}
-    for at, (info, shard) in enumerate(
-        zip(flat._param_infos, flat._shard_param_infos, strict=True)
-    ):
+    originals = getattr(flat, "_params", None)
+    for at, owners in enumerate(fsdp1_owners(flat)):
         shape = tuple(flat._shapes[at])
-        extension = flat._param_extensions[at]
-        originals = getattr(flat, "_params", None)
-        params[id(info.module), info.param_name] = HeldParam(
+        shard, extension = flat._shard_param_infos[at], flat._param_extensions[at]
+        held = HeldParam(
             shape=shape,
             local_shape=shape if FLAT not in placements else (shard.numel_in_shard or 0,),
             dtype=flat.dtype,
             requires_grad=(originals[at] if originals else flat).requires_grad,
             device=flat.device.type,
-            key=(id(info.module), info.param_name),
+            key=(id(flat), at),
             mesh=mesh,
             placements=placements,
             note=""
             if extension is None
             else f"of a DTensor, {getattr(extension, 'placements', '')}".strip(", "),
         )
-    for shared in flat._shared_param_infos:
-        primary = params.get((id(shared.prim_module), shared.prim_param_name))
-        if primary is not None:
-            params[id(shared.module), shared.param_name] = primary
+        for module, name in owners:
+            params[id(module), name] = held
     return params
 
 
@@ -273,16 +274,16 @@ def _managed(module: nn.Module, handles: dict[int, Any]) -> dict[int, list[str]]
     """The names of the parameters of the FSDP unit that begins at a module, by the id of the module
     that has them."""
     handle, state = handles.get(id(module)), fsdp2_state(module)
-    infos: list[Any] = []
+    owners: list[Owners] = []
     if handle is not None:
-        infos = list(handle.flat_param._param_infos)
-    elif state is not None and not is_replicating(state):
-        infos = [
-            managed._module_info for group in fsdp2_groups(state) for managed in group.fsdp_params
+        owners = fsdp1_owners(handle.flat_param)
+    elif not is_replicating(state):
+        owners = [
+            fsdp2_owners(managed) for group in fsdp2_groups(state) for managed in group.fsdp_params
         ]
     names: dict[int, list[str]] = {}
-    for info in infos:
-        names.setdefault(id(info.module), []).append(info.param_name)
+    for (holder, name), *_aliases in owners:
+        names.setdefault(id(holder), []).append(name)
     return names
 
 

@@ -8,7 +8,6 @@ these tensors at any time. All private attributes used here exist in torch 2.11 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,38 +16,60 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchwhere.model.wrappers import loaded_class
+
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+_FSDP2 = "torch.distributed.fsdp", "FSDPModule"
+
 Owners = list[tuple[nn.Module, str]]  # the modules that have a parameter, and its key in each
 
 
 def fsdp2_state(module: nn.Module) -> Any:
     """The state that `fully_shard` or `replicate` added to a module, or None."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    if not isinstance(module, loaded_class(*_FSDP2)):
         return None
     from torch.distributed._composable_state import _get_module_state
-    from torch.distributed.fsdp import FSDPModule
 
-    return _get_module_state(module) if isinstance(module, FSDPModule) else None
+    return _get_module_state(module)
 
 
 def fsdp2_groups(state: Any) -> list[Any]:
-    """The parameter groups of a state: at most one in torch 2.11, one for each mesh in 2.13."""
+    """The parameter groups of a state: at most one in torch 2.11, one for each mesh in 2.13; none
+    without a state."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def fsdp2_owners(param: Any) -> Owners:
+    """The modules that have a parameter of FSDP2, an `FSDPParam`."""
+    info = param._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def fsdp1_owners(flat: Any) -> list[Owners]:
+    """The modules that have each original parameter of a flat parameter, or had it before FSDP1
+    took it out."""
+    owners: dict[tuple[nn.Module, str], Owners] = {}
+    for info in flat._param_infos:
+        owner = info.module, info.param_name
+        owners[owner] = [owner]
+    for alias in flat._shared_param_infos:
+        primary = alias.prim_module, alias.prim_param_name
+        if primary in owners:
+            owners[primary].append((alias.module, alias.param_name))
+    return list(owners.values())
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return home is not None and isinstance(module, home.FullyShardedDataParallel)
+    return isinstance(module, loaded_class(*_FSDP1))
 
 
 def unit_classes() -> tuple[type, ...]:
     """The classes whose modules are FSDP units; empty if FSDP was not imported."""
-    fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    fsdp2 = sys.modules.get("torch.distributed.fsdp")
-    classes = (getattr(fsdp1, "FullyShardedDataParallel", None), getattr(fsdp2, "FSDPModule", None))
-    return tuple(cls for cls in classes if cls is not None)
+    return tuple(cls for cls in (loaded_class(*_FSDP1), loaded_class(*_FSDP2)) if cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +100,13 @@ def managed(unit: nn.Module) -> Iterator[tuple[Managed, Owners]]:
     if is_fsdp1(unit):
         yield from _fsdp1_managed(unit)
         return
-    state = fsdp2_state(unit)
-    groups = fsdp2_groups(state) if state is not None else []
-    for param in (param for group in groups for param in group.fsdp_params):
-        info = param._module_info
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        yield Managed(weakref.ref(param)), [(info.module, info.param_name), *shared]
+    for group in fsdp2_groups(fsdp2_state(unit)):
+        for param in group.fsdp_params:
+            yield Managed(weakref.ref(param)), fsdp2_owners(param)
 
 
 def _fsdp1_managed(unit: Any) -> Iterator[tuple[Managed, Owners]]:
     handle = unit._handle
-    if handle is None or not getattr(handle.flat_param, "_params", None):
-        return
-    flat = handle.flat_param
-    for index, info in enumerate(flat._param_infos):
-        owner = info.module, info.param_name
-        shared = [
-            (alias.module, alias.param_name)
-            for alias in flat._shared_param_infos
-            if (alias.prim_module, alias.prim_param_name) == owner
-        ]
-        yield Managed(weakref.ref(handle), index), [owner, *shared]
+    if handle is not None and getattr(handle.flat_param, "_params", None):
+        for index, owners in enumerate(fsdp1_owners(handle.flat_param)):
+            yield Managed(weakref.ref(handle), index), owners

@@ -45,7 +45,10 @@ class Meshes:
                 shape=tuple(
                     _size(group, members) for (_, group), members in zip(dims, ranks, strict=True)
                 ),
-                dims=tuple(name or _mesh_dim(group) for name, group in dims),
+                dims=tuple(
+                    name or mesh_dim(str(getattr(group, "group_desc", ""))) or ""
+                    for name, group in dims
+                ),
                 device=device,
                 ranks=ranks_to_text(ranks[0] or ()) if len(ranks) == 1 else "",
                 groups=tuple(ranks_to_text(members or ()) for members in ranks),
@@ -96,11 +99,10 @@ def _is_gone(mesh: Any) -> bool:
     return False
 
 
-def _mesh_dim(group: Any) -> str:
-    """The mesh dimension of a process group: PyTorch describes the groups of a mesh as
-    `mesh_<dimension>`."""
-    desc = str(getattr(group, "group_desc", ""))
-    return desc.removeprefix("mesh_") if desc.startswith("mesh_") else ""
+def mesh_dim(desc: str) -> str | None:
+    """The mesh dimension in the description of a process group: PyTorch describes the groups of a
+    mesh as `mesh_<dimension>`."""
+    return desc.removeprefix("mesh_") if desc.startswith("mesh_") else None
 
 
 def _ranks(group: Any) -> list[int] | None:

@@ -245,16 +245,9 @@ class NameTable:
 
     def _name_tensors(self, module: nn.Module, ref: _ModuleRef, start: str) -> None:
         """Name the tensors that a module has now."""
-        now: list[int] = []
-        for key, tensor in module._parameters.items():
-            if tensor is not None:
-                self.params.add(tensor, start + key, (ref, key))
-                now.append(id(tensor))
+        now = self.params.add_all(ref, module, start)
         if self.buffers is not None:
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    self.buffers.add(buffer, start + key, (ref, key))
-                    now.append(id(buffer))
+            now += self.buffers.add_all(ref, module, start)
         if ref.tensors and ref.tensors != now:
             missing = set(ref.tensors).difference(now)
             now += [key for key in missing if self.params.is_managed(key)]

@@ -8,7 +8,6 @@ missing, the fact is unknown; this is never an error.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
@@ -21,8 +20,9 @@ from torchwhere.core.model_layout import Mesh
 from torchwhere.model.fsdp import HeldParam, Slot, fsdp1_facts, fsdp1_params, fsdp2_params
 from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state, is_fsdp1
 from torchwhere.model.meshes import Meshes, placement_texts
-from torchwhere.model.module_walk import child_name
-from torchwhere.model.wrappers import WRAPPER_PARTS
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import child_name, walk
+from torchwhere.model.wrappers import WRAPPER_PARTS, loaded_class
 
 Shape = tuple[int, ...]
 
@@ -72,8 +72,7 @@ class ParameterFacts:
 
 
 def is_dtensor(tensor: object) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # there is no DTensor without it
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
+    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
 
 
 def is_flat(tensor: object) -> bool:
@@ -177,6 +176,19 @@ def _grouped_parts(
                     ", ".join(begins_at) or unit, held, _label(meshes, held.mesh), held.placements
                 ),
             )
+
+
+def flat_names(table: NameTable) -> dict[int, list[str]]:
+    """The names of the flat parameters that FSDP1 computes with (`layers.0._flat_param`), by their
+    ids. They are leaves of the autograd graph, but if FSDP1 keeps the original parameters they are
+    in no module."""
+    names = {}
+    for prefix, root in table.roots():
+        for name, module in walk(root, prefix=prefix):
+            flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+            if flat is not None:
+                names[id(flat)] = [child_name(name, FLAT_KEY)]
+    return names
 
 
 def _label(meshes: Meshes, number: int | None) -> str | None:

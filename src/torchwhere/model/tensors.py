@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchwhere.model.fsdp_states import Managed
 
@@ -93,6 +94,16 @@ class TensorNames:
             entry.names.append(name)
             entry.slots.append(slot)
 
+    def add_all(self, ref: weakref.ref[Any], module: nn.Module, start: str) -> list[int]:
+        """Add the tensors that a module has now. Their names begin with `start`. Returns their
+        ids."""
+        ids = []
+        for key, tensor in getattr(module, self._held_in).items():
+            if tensor is not None:
+                self.add(tensor, start + key, (ref, key))
+                ids.append(id(tensor))
+        return ids
+
     def add_managed(self, managed: Managed, named: list[tuple[str, WeakSlot]]) -> list[int]:
         """Add all tensors that represent one parameter, also those that are in no module now.
         Returns their ids."""
@@ -106,9 +117,6 @@ class TensorNames:
                 self._entries[id(tensor)].managed = managed
                 ids.append(id(tensor))
         return ids
-
-    def drop(self, tensor: object) -> None:
-        self._entries.pop(id(tensor), None)
 
     def remove_slots(self, key: int, module: weakref.ref[Any]) -> None:
         """Remove the names of a tensor in a module that was freed, or no longer has the tensor."""

@@ -8,7 +8,6 @@ libraries.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from torchwhere.model.fsdp import (
 )
 from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state, is_fsdp1
 from torchwhere.model.meshes import Meshes
+from torchwhere.model.wrappers import live_objects, loaded_class
 
 # Takes a module, the name of a parameter in it, and the tensor there. Returns None for a parameter
 # that the unit does not manage.
@@ -70,7 +70,7 @@ def managers_at(module: nn.Module, meshes: Meshes) -> Iterator[Manager]:
         yield ddp
     elif isinstance(module, nn.DataParallel):
         yield Manager("DataParallel", lambda _module, _name, param: held_param(param, meshes))
-    elif _is_engine(module):
+    elif isinstance(module, loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")):
         yield from _engine(module, meshes)
 
 
@@ -153,10 +153,11 @@ def _ddp(module: nn.Module, meshes: Meshes) -> Manager | None:
             {id(param) for name, param in named if name in module.parameters_to_ignore},
             meshes,
         )
-    home = sys.modules.get("torch.distributed._composable.replicate")
-    if home is None or not isinstance(module, home.DDP):
+    if not isinstance(module, loaded_class("torch.distributed._composable.replicate", "DDP")):
         return None
-    state = home.replicate.state(module)
+    from torch.distributed._composable.replicate import replicate
+
+    state = replicate.state(module)
     ddp = getattr(state, "_ddp", None)
     if ddp is None:
         return Manager("DDP", _replicated(None, set(), meshes), {"placements": ("Replicate()",)})
@@ -208,11 +209,6 @@ _SHARDED = (
 )
 
 
-def _is_engine(module: nn.Module) -> bool:
-    home = sys.modules.get("deepspeed.runtime.engine")
-    return home is not None and isinstance(module, home.DeepSpeedEngine)
-
-
 def _engine(engine: Any, meshes: Meshes) -> Iterator[Manager]:
     if hasattr(engine, "stage_id") and hasattr(engine, "num_stages"):  # a pipeline of DeepSpeed
         yield _stage_manager(engine.stage_id, engine.num_stages, None, meshes)
@@ -244,21 +240,11 @@ def zero_of(root: nn.Module, meshes: Meshes) -> Manager | None:
 def _zero_around(param: Any) -> Any:
     """The ZeRO-1 or ZeRO-2 optimizer of a parameter. Only in some versions of DeepSpeed a parameter
     refers to it, so this searches all optimizers that are alive."""
-    home = sys.modules.get("deepspeed.runtime.zero.stage_1_and_2")
-    kind = getattr(home, "DeepSpeedZeroOptimizer", None)
-    alive = (
-        (thing for thing in gc.get_referrers(kind) if isinstance(thing, kind))
-        if kind is not None
-        else ()
-    )
-    return next(
-        (
-            optimizer
-            for optimizer in alive
-            if any(own is param for group in optimizer.bit16_groups for own in group)
-        ),
-        None,
-    )
+    kind = loaded_class("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
+    for optimizer in live_objects(kind) if kind else ():
+        if any(own is param for group in optimizer.bit16_groups for own in group):
+            return optimizer
+    return None
 
 
 def zero(stage: int, optimizer: Any, param: Any, meshes: Meshes, dtypes: dict[str, Any]) -> Manager:
@@ -329,13 +315,15 @@ def _offload(optimizer: Any) -> str | None:
 # -- pipelines -------------------------------------------------------------------------------------
 
 
+_STAGE = "torch.distributed.pipelining.stage", "_PipelineStageBase"
+_SCHEDULE = "torch.distributed.pipelining.schedules", "_PipelineSchedule"
+
+
 def stages_of(thing: Any) -> list[Any] | None:
     """This rank's stages of a pipeline stage or schedule; None for any other object."""
-    stage = sys.modules.get("torch.distributed.pipelining.stage")
-    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
-    if stage is not None and isinstance(thing, stage._PipelineStageBase):
+    if isinstance(thing, loaded_class(*_STAGE)):
         return [thing]
-    if schedules is not None and isinstance(thing, schedules._PipelineSchedule):
+    if isinstance(thing, loaded_class(*_SCHEDULE)):
         return list(getattr(thing, "_stages", None) or [thing._stage])
     return None
 
@@ -343,19 +331,14 @@ def stages_of(thing: Any) -> list[Any] | None:
 def stage_around(module: nn.Module) -> Any:
     """The pipeline stage of a submodule. Torch has no list of the stages, so this searches all
     stages that are alive."""
-    home = sys.modules.get("torch.distributed.pipelining.stage")
-    if home is None:
-        return None
-    kinds = [home._PipelineStageBase]
+    base = loaded_class(*_STAGE)
+    kinds = [base] if base else []
     for kind in kinds:
         kinds += kind.__subclasses__()
-    alive = (
-        thing
-        for kind in kinds
-        for thing in gc.get_referrers(kind)
-        if isinstance(thing, home._PipelineStageBase)
-    )
-    return next((stage for stage in alive if getattr(stage, "submod", None) is module), None)
+        for stage in live_objects(kind):
+            if getattr(stage, "submod", None) is module:
+                return stage
+    return None
 
 
 def stage_manager(stage: Any, meshes: Meshes) -> Manager:

@@ -8,6 +8,9 @@ imported.
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -49,6 +52,18 @@ def innermost(module: nn.Module) -> nn.Module:
     while (inner := wrapped(module)) is not None:
         module = inner
     return module
+
+
+def loaded_class(module: str, name: str) -> Any:
+    """A class, if the job has imported its module. Otherwise an empty tuple, which `isinstance`
+    takes for a class without objects."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def live_objects(cls: type) -> Iterator[Any]:
+    """The objects of a class that are alive, without those of subclasses. Each of them refers to
+    its class."""
+    return (thing for thing in gc.get_referrers(cls) if isinstance(thing, cls))
 
 
 # -- the outermost module --------------------------------------------------------------------------
