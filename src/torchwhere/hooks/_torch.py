@@ -336,6 +336,11 @@ def private(key: str) -> Any:
     return resolve(NAMES[key].path, lazy=True) if NAMES[key].lazy else _eager(key)
 
 
+def getter(key: str, default: Any = None) -> Callable[[], Any]:
+    """The function for `key`; if this torch does not have it, one that returns `default`."""
+    return private(key) or (lambda: default)
+
+
 def imported(key: str) -> Any:
     """The module for `key`, imported now; None if this torch does not have it."""
     return _module(NAMES[key].path, lazy=False)

@@ -10,7 +10,7 @@ node has a hook (`backward_spans.py`). These hooks are removed when the backward
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,12 +28,12 @@ from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.backward_spans import BackwardSpans, spans_of
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.fast_path import FastPath
-from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.listeners import Listeners
 from torchwhere.hooks.locate import Locator
+from torchwhere.hooks.patches import Patches
 from torchwhere.hooks.shown_frames import shown_as
 from torchwhere.hooks.threads import BACKWARD_PLACE, Track
-from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, roots_of, walk
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, nodes_of, roots_of
 
 OnBackwardError = Callable[[BaseException, Track, Any], None]
 
@@ -70,8 +70,8 @@ class BackwardHook:
         self._on_begin = on_begin
         self._on_end = on_end
         self.errors = ErrorLimiter("backward", self.remove)
-        self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
-        self._wrapped: list[tuple[Any, Any, Any]] = []  # module, original, wrapper
+        self._sequence_nr: Callable[[], int] = _torch.getter("sequence_nr", 0)
+        self._patches = Patches()
         self._is_installed = False
 
     def install(self) -> list[str]:
@@ -80,22 +80,12 @@ class BackwardHook:
         if _torch.private("run_backward") is not None:
             self._is_installed = True
             for module in (torch.autograd, torch.autograd.graph):
-                original = unwrap(module._engine_run_backward)  # type: ignore[attr-defined]
-                same = [wrapper for _, other, wrapper in self._wrapped if other is original]
-                wrapper = same[0] if same else self._make_wrapper(original)
-                self._wrapped.append((module, original, wrapper))
-                module._engine_run_backward = wrapper  # type: ignore[attr-defined]
+                self._patches.replace(module, "_engine_run_backward", self._make_wrapper)
         return _torch.missing("backward")
 
     def remove(self) -> None:
-        """Restore the originals. A wrapper that another library has wrapped stays and does nothing;
-        the next watch removes it."""
         self._is_installed = False
-        for module, original, wrapper in self._wrapped:
-            if module._engine_run_backward is wrapper:
-                module._engine_run_backward = original
-            else:
-                retire(wrapper, original)
+        self._patches.restore()
 
     def _make_wrapper(self, original: Any) -> Any:
         enter, leave, errors = self._enter, self._leave, self.errors
@@ -178,7 +168,7 @@ class BackwardHook:
         """Make every node of this graph log its module when it runs, for the nodes that it
         makes."""
         handles = []
-        for node in graph_of(outputs):
+        for node in nodes_of(roots_of(outputs)):
             if node._sequence_nr() != ACCUMULATE_GRAD_SEQ:
                 place_ids = self._locator.place_ids_of_node(node, track)
                 call = place_ids.call if place_ids.call != NO_CALL else 0
@@ -197,8 +187,3 @@ class BackwardHook:
             self._locator.threads.here().log(self._sequence_nr(), packed)
         except Exception as error:
             self.errors(error)
-
-
-def graph_of(outputs: Iterable[Any]) -> list[Any]:
-    """Every node of the graph behind some tensors, once."""
-    return walk(roots_of(outputs)).nodes

@@ -13,7 +13,7 @@ neither read nor change them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchwhere.hooks import _torch
 from torchwhere.hooks.call_chain import Made
 from torchwhere.hooks.listeners import Listener, Listeners, ModuleCall, Owner
 from torchwhere.hooks.threads import Track
-from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, walk
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, roots_of, walk
 
 
 class Span:
@@ -52,7 +52,8 @@ def spans_of(
     Compiled autograd would take hooks on nodes into its graph, and a backward on fake tensors
     belongs to a compiler: both have no spans.
     """
-    if not listeners.of_backward or _torch.private("compiled_autograd") or _is_fake():
+    is_compiled = _torch.private("compiled_autograd") or _torch.getter("fake_mode")() is not None
+    if not listeners.of_backward or is_compiled:
         return None
     spans = BackwardSpans(listeners, track)
     inputs = tuple(args[3]) if len(args) > 3 and args[3] is not None else ()
@@ -78,7 +79,7 @@ class BackwardSpans:
         self._open: list[Span] = []
         self._lock = threading.Lock()
         self._task: int | None = None  # the engine's number of this run
-        self._task_id = _torch.private("graph_task_id") or (lambda: 0)
+        self._task_id: Callable[[], int] = _torch.getter("graph_task_id", 0)
 
     # -- before ------------------------------------------------------------------------------------
 
@@ -216,30 +217,19 @@ class BackwardSpans:
             raise
 
 
-def _is_fake() -> bool:
-    fake_mode = _torch.private("fake_mode")
-    return fake_mode is not None and fake_mode() is not None
-
-
 def _number(user: tuple[int, Span | None]) -> int:
     return user[0]
 
 
 def _graph_of(outputs: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
     """Every node of the graph of some tensors, and the next nodes of each."""
-    nodes, starts, targets = walk(_node_of(output) for output in outputs)
+    nodes, starts, targets = walk(roots_of(outputs))
     following = [nodes[target] for target in targets.tolist()]
     bounds = starts.tolist()
     return nodes, {
         node: following[begin:end]
         for node, begin, end in zip(nodes, bounds, bounds[1:], strict=False)
     }
-
-
-def _node_of(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.grad_fn
-    return getattr(output, "node", None)
 
 
 def _needed(

@@ -151,8 +151,8 @@ class CallChains:
         self._locator = locator
         self._of: weakref.WeakKeyDictionary[Track, CallChain] = weakref.WeakKeyDictionary()
         self._names: dict[Made, frozenset[str]] = {}
-        self._task_id = _torch.private("graph_task_id") or (lambda: -1)
-        self._node = _torch.private("current_node") or (lambda: None)
+        self._task_id = _torch.getter("graph_task_id", -1)
+        self._node = _torch.getter("current_node")
 
     def of(self, track: Track) -> CallChain:
         chain = self._of.get(track)

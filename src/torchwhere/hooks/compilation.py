@@ -60,18 +60,14 @@ class CompilationHook:
 
     @_torch.unseen
     def _begin(self, args: Any) -> None:
-        try:
+        with self.errors:
             self._on_begin(str(getattr(args, "compile_id", "?")), _facts_at_begin(args))
             self.ledger.collect()
-        except Exception as error:
-            self.errors(error)
 
     @_torch.unseen
     def _end(self, args: Any) -> None:
-        try:
+        with self.errors:
             self._on_end(str(getattr(args, "compile_id", "?")))
-        except Exception as error:
-            self.errors(error)
 
 
 def _facts_at_begin(args: Any) -> dict[str, str]:

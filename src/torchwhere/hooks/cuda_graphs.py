@@ -26,9 +26,8 @@ from torchwhere.hooks import _torch
 from torchwhere.hooks.device import ReplayMark
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.groups import StreamCounter
+from torchwhere.hooks.patches import Patches
 from torchwhere.hooks.shown_frames import shown_as
-
-_METHODS = ("capture_begin", "capture_end", "replay", "reset")
 
 
 class CapturedCollective(NamedTuple):
@@ -145,21 +144,19 @@ class CudaGraphHook:
         self._on_replay = on_replay
         self._on_replayed = on_replayed
         self._is_on = False
-        self._patched: dict[str, tuple[Any, Any]] = {}  # method to original and wrapper
+        self._patches = Patches()
         self.errors = ErrorLimiter("CUDA graphs", self.switch_off)
 
     def install(self) -> None:
-        owner, self._is_on = torch.cuda.CUDAGraph, True
-        wrappers = (
-            self._begin_wrapper,
-            self._end_wrapper,
-            self._replay_wrapper,
-            self._reset_wrapper,
-        )
-        for name, make in zip(_METHODS, wrappers, strict=True):
-            original = getattr(owner, name)
-            self._patched[name] = original, wraps(original)(make(original))
-            setattr(owner, name, self._patched[name][1])
+        self._is_on = True
+        wrappers = {
+            "capture_begin": self._begin_wrapper,
+            "capture_end": self._end_wrapper,
+            "replay": self._replay_wrapper,
+            "reset": self._reset_wrapper,
+        }
+        for name, wrap in wrappers.items():
+            self._patches.replace(torch.cuda.CUDAGraph, name, wrap)
 
     def switch_off(self) -> None:
         """Stop reporting. Collectives that are called during a capture then count as issued."""
@@ -170,16 +167,14 @@ class CudaGraphHook:
         """Restore the methods, unless another library has wrapped them since: a wrapper that stays
         only calls the original."""
         self.switch_off()
-        for name, (original, wrapper) in self._patched.items():
-            if vars(torch.cuda.CUDAGraph).get(name) is wrapper:
-                setattr(torch.cuda.CUDAGraph, name, original)
-        self._patched = {}
+        self._patches.restore()
 
     # -- wrappers ----------------------------------------------------------------------------------
 
     def _begin_wrapper(self, original: Any) -> Any:
         begins = self.begins
 
+        @wraps(original)
         @shown_as(original, calling="capture_begin")
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(graph, *args, **kwargs)
@@ -191,6 +186,7 @@ class CudaGraphHook:
     def _end_wrapper(self, original: Any) -> Any:
         ends = self.ends
 
+        @wraps(original)
         @shown_as(original, calling="capture_end")
         def capture_end(graph: Any) -> Any:
             try:
@@ -206,6 +202,7 @@ class CudaGraphHook:
     def _replay_wrapper(self, original: Any) -> Any:
         replays, replayed = self.replays, self.replayed
 
+        @wraps(original)
         @shown_as(original, calling="replay")
         def replay(graph: Any) -> Any:
             marks = replays(graph)
@@ -219,6 +216,7 @@ class CudaGraphHook:
     def _reset_wrapper(self, original: Any) -> Any:
         forget = self.graphs.forget
 
+        @wraps(original)
         @shown_as(original, calling="reset")
         def reset(graph: Any) -> Any:
             forget(graph)
@@ -232,36 +230,28 @@ class CudaGraphHook:
     def begins(self, graph: Any) -> None:
         """A capture has begun on the current stream."""
         if self._is_on:
-            try:
+            with self.errors:
                 self._on_begin(self.graphs.begin(graph))
-            except Exception as error:
-                self.errors(error)
 
     @_torch.unseen
     def ends(self, graph: Any, failure: BaseException | None = None) -> None:
         """A capture has ended, or failed."""
         if self._is_on:
-            try:
+            with self.errors:
                 captured = self.graphs.end(graph, has_failed=failure is not None)
                 if captured is not None:
                     self._on_end(captured, failure)
-            except Exception as error:
-                self.errors(error)
 
     @_torch.unseen
     def replays(self, graph: Any) -> list[ReplayMark] | None:
         """A graph is about to be replayed."""
         if self._is_on:
-            try:
+            with self.errors:
                 return self._on_replay(self.graphs.contents(graph))
-            except Exception as error:
-                self.errors(error)
         return None
 
     @_torch.unseen
     def replayed(self, marks: list[ReplayMark]) -> None:
         """The replay was launched."""
-        try:
+        with self.errors:
             self._on_replayed(marks)
-        except Exception as error:
-            self.errors(error)

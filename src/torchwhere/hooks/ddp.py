@@ -205,8 +205,8 @@ class Reducers:
         # first call must not wait for a list of all parameters, and `replicate()` creates its
         # instance in the first forward.
         self._waiting: list[tuple[weakref.ref[nn.Module], int]] = []  # each with its thread
-        self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
-        self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
+        self._task_id: Callable[[], int] = _torch.getter("graph_task_id", -1)
+        self._node: Callable[[], Any] = _torch.getter("current_node")
 
     def meet(self, module: nn.Module) -> None:
         """Check a module at its first call: it may be a DDP instance, or have one."""

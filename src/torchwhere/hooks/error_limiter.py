@@ -19,7 +19,11 @@ MAX_ERRORS = 3
 
 
 class ErrorLimiter:
-    """Counts the errors of one hook. Call it with an exception; it calls `remove` at the third."""
+    """Counts the errors of one hook, and calls `remove` at the third.
+
+    Call it with an exception, or run the code of the hook inside it: `with errors:`. An error then
+    ends the block and goes no further. A hot path has its own `try`, which takes 0.1 us less.
+    """
 
     def __init__(self, hook: str, remove: Callable[[], None]) -> None:
         self.hook = hook
@@ -27,6 +31,16 @@ class ErrorLimiter:
         # set at the end of the watch: a thread that is still inside a hook then finds no box
         self.is_over = False
         self._remove = remove
+
+    def __enter__(self) -> None:
+        """Begin a block."""
+
+    @_torch.unseen
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if isinstance(error, Exception):
+            self(error)
+            return True
+        return False
 
     @_torch.unseen
     def __call__(self, error: Exception) -> None:

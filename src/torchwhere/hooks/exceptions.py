@@ -24,6 +24,7 @@ from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.node_places import frontier
+from torchwhere.hooks.patches import Patches
 from torchwhere.hooks.threads import Track
 
 NOTE_START = "torchwhere: "
@@ -46,41 +47,36 @@ class ExceptionHook:
         self._report = report
         self.active = True
         self.errors = ErrorLimiter("exceptions", self.remove)
-        self._thread_hook: Any = None
-        self._below: Any = None
+        self._patches = Patches()
 
     def install(self) -> None:
-        below = self._below = threading.excepthook
+        self._patches.replace(threading, "excepthook", self._make_thread_hook)
 
+    def _make_thread_hook(self, below: Any) -> Any:
         def thread_ends(args: threading.ExceptHookArgs) -> None:
             if args.exc_value is not None:
                 self.in_module(args.exc_value, self._locator.threads.here())
             below(args)
 
-        self._thread_hook = threading.excepthook = thread_ends
+        return thread_ends
 
     def remove(self) -> None:
         self.active = False
-        if self._thread_hook is not None and threading.excepthook is self._thread_hook:
-            threading.excepthook = self._below
+        self._patches.restore()
 
     @_torch.unseen
     def in_module(self, error: BaseException, track: Track) -> None:
         """`error` is leaving a module call; `track` still points at that call."""
         if self.active and _is_new(error):
-            try:
+            with self.errors:
                 self._tell(error, track, self._locator.place_ids(track))
-            except Exception as own:
-                self.errors(own)
 
     @_torch.unseen
     def in_backward(self, error: BaseException, track: Track, outputs: Any) -> None:
         """`error` is leaving the autograd engine: the node that raised it is no longer running."""
         if self.active and _is_new(error):
-            try:
+            with self.errors:
                 self._tell(error, track, self._place_ids_in_backward(error, track, outputs))
-            except Exception as own:
-                self.errors(own)
 
     def _tell(self, error: BaseException, track: Track, place_ids: PlaceIds) -> None:
         raised_at = python_stack.read_traceback(error.__traceback__)

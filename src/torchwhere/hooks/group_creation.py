@@ -10,7 +10,7 @@ ranks, and is left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.patches import Patches
 from torchwhere.hooks.shown_frames import shown_as
 
 _MOST_RANKS = 64  # recorded for a group
@@ -38,7 +39,7 @@ class GroupCreationHook:
         self._created = 0
         self._depth = 0
         self._active = False
-        self._patched: list[tuple[Any, str, Any, Any]] = []  # module, name, original, wrapper
+        self._patches = Patches()
         self.errors = ErrorLimiter("process groups", self.switch_off)
 
     def install(self) -> list[str]:
@@ -48,13 +49,12 @@ class GroupCreationHook:
         world = _torch.private("process_groups")
         if world is not None and dist.is_initialized():
             self._created = int(getattr(world, "group_count", 0))
-        init = self._wrapped("init_process_group", dist.init_process_group)
+        wrap = partial(self._wrapped, "init_process_group")
         for module in (dist, dist.distributed_c10d):
-            self._patch(module, "init_process_group", init)
-        if (make := _torch.private("new_group")) is not None:
-            self._patch(
-                dist.distributed_c10d, "_new_group_with_tag", self._wrapped("new_group", make)
-            )
+            self._patches.replace(module, "init_process_group", wrap)
+        if _torch.private("new_group") is not None:
+            wrap = partial(self._wrapped, "new_group")
+            self._patches.replace(dist.distributed_c10d, "_new_group_with_tag", wrap)
         return _torch.missing("process groups")
 
     def switch_off(self) -> None:
@@ -64,14 +64,7 @@ class GroupCreationHook:
         """Restore the originals. Code that imported a wrapper by name during the watch keeps it: it
         only calls the original."""
         self._active = False
-        while self._patched:
-            module, name, original, wrapper = self._patched.pop()
-            if getattr(module, name, None) is wrapper:
-                setattr(module, name, original)
-
-    def _patch(self, module: Any, name: str, wrapper: Any) -> None:
-        self._patched.append((module, name, getattr(module, name), wrapper))
-        setattr(module, name, wrapper)
+        self._patches.restore()
 
     def _wrapped(self, op: str, original: Any) -> Any:
         @wraps(original)
@@ -90,7 +83,7 @@ class GroupCreationHook:
     def _begin(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not self._active or self._depth or kwargs.get("use_local_synchronization"):
             return False
-        try:
+        with self.errors:
             ranks = None
             if op == "new_group":
                 ranks = kwargs["ranks"] if "ranks" in kwargs else next(iter(args), None)
@@ -100,18 +93,14 @@ class GroupCreationHook:
                 self._on_init(*_own_rank(args, kwargs))
             few = list(map(int, ranks))[:_MOST_RANKS] if ranks is not None else None
             self._on_begin(op, self._created - 1, few)
-        except Exception as error:
-            self.errors(error)
         return True
 
     @_torch.unseen
     def _end(self) -> None:
         self._depth -= 1
-        try:
+        with self.errors:
             if self._active:
                 self._on_end()
-        except Exception as error:
-            self.errors(error)
 
 
 def _own_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, int | None]:

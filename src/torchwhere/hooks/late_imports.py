@@ -61,7 +61,5 @@ class LateImports:
 
     @_torch.unseen
     def _call_back(self, callback: Callable[[], object]) -> None:
-        try:
+        with self.errors:
             callback()
-        except Exception as error:
-            self.errors(error)

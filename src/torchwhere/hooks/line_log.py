@@ -71,7 +71,7 @@ class LineTracer:
 
     def __init__(self, log: LineLog) -> None:
         self.log = log
-        self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
+        self._sequence_nr: Callable[[], int] = _torch.getter("sequence_nr", 0)
         self._code: CodeType | None = None
         self._line = 0
         self._traced: list[FrameType] = []

@@ -61,8 +61,8 @@ class Locator:
         self.threads = threads
         self._box = box
         self.folder = folder
-        self._task_id = _torch.private("graph_task_id") or (lambda: -1)
-        self._node = _torch.private("current_node") or (lambda: None)
+        self._task_id = _torch.getter("graph_task_id", -1)
+        self._node = _torch.getter("current_node")
         self._texts: dict[int, str] = {}
         self._lines: dict[tuple[str, int, FrameworkFrame | None], int] = {}
         self._params: dict[tuple[str, int], PlaceIds] = {}

@@ -92,20 +92,15 @@ class MemoryHook:
     def record(self, track: Track) -> None:
         """Record the memory since the last record. Called at the end of a step, and when an
         allocation has failed, on the thread that trains."""
-        if not self.begin():
-            return
-        try:
-            self._record(track)
-        except Exception as error:
-            self.errors(error)
+        if self.begin():
+            with self.errors:
+                self._record(track)
 
     def begin(self) -> bool:
         """Follow the current device, if the job has initialised it. Returns whether it has."""
-        try:
+        with self.errors:
             return self.is_on and self._begin()
-        except Exception as error:
-            self.errors(error)
-            return False
+        return False
 
     def _begin(self) -> bool:
         device = used_device()

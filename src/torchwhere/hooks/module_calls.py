@@ -89,7 +89,7 @@ def make_python_wrapper(
         emit: Writes a record that has only a place; None without module events.
     """
     local, base_of, calls_of = threads.local, bases.get, calls.get
-    sequence_nr = _torch.private("sequence_nr") or (lambda: 0)
+    sequence_nr = _torch.getter("sequence_nr", 0)
     now, compiling = time.monotonic_ns, torch.compiler.is_dynamo_compiling
     plain = inner = None if runs_directly(rare.original) else rare.original
     # `shown_as` takes the globals of this module away

@@ -21,17 +21,17 @@ from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch, module_calls, python_stack
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.foreign_modules import OUTSIDE
-from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.module_calls import ENTER, EXIT, SlowPath, Wrapper
 from torchwhere.hooks.module_naming import ModuleNamer
+from torchwhere.hooks.patches import retire, unwrap
 from torchwhere.hooks.threads import (
     FIRST_MODULE_PLACE,
     INHERITED,
     RECOMPUTE_BIT,
     SHAPE_INFERENCE_BITS,
     Track,
-    pass_of,
+    is_in_backward,
 )
 from torchwhere.model.module_names import NameTable
 from torchwhere.model.wrappers import wrapped
@@ -241,7 +241,7 @@ class ModuleHook:
         if below >= FIRST_MODULE_PLACE:
             if below & RECOMPUTE_BIT:
                 return base | below & INHERITED
-        elif self._in_backward(below):
+        elif is_in_backward(below):
             return base | RECOMPUTE_BIT | self._new_region(track)
         elif infers_shapes():
             return base | SHAPE_INFERENCE_BITS | NO_CALL
@@ -267,13 +267,8 @@ class ModuleHook:
         self._bases[id(module)], self._refs[id(module)] = base, ref
         return base
 
-    def _in_backward(self, below: int) -> bool:
-        task_id = _torch.private("graph_task_id")
-        return pass_of(below) == Pass.BACKWARD or (task_id is not None and task_id() != -1)
-
     def _new_region(self, track: Track) -> int:
-        current_node = _torch.private("current_node")
-        node = current_node() if current_node is not None else None
+        node = _torch.getter("current_node")()
         self._regions = (self._regions + 1) & (CALL_MASK >> 1)
         if node is not None:
             seq, reentrant = node._sequence_nr(), "CheckpointFunction" in node.name()

@@ -8,19 +8,19 @@ backward. DeepSpeed runs an inner optimizer once per sub-group: there, `step` of
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.fast_path import FastPath
 from torchwhere.hooks.locate import Locator, is_in_optimizers
+from torchwhere.hooks.patches import Patches
 from torchwhere.hooks.shown_frames import shown_as
-from torchwhere.hooks.threads import OPTIMIZER_PLACE, Track, pass_of
+from torchwhere.hooks.threads import OPTIMIZER_PLACE, Track, is_in_backward
+from torchwhere.model.wrappers import loaded_class
 
 
 class OptimizerHook:
@@ -44,8 +44,7 @@ class OptimizerHook:
         self._stepped = steppers  # since the last training step; the native extension reads it too
         self._handles: list[Any] = []
         self._is_in_engine = False  # inside `step` of a DeepSpeed engine
-        self._engine_step: Any = None
-        self._engine_wrapper: Any = None
+        self._patches = Patches()
         self.errors = ErrorLimiter("optimizers", self.remove)
 
     def install(self) -> list[str]:
@@ -58,9 +57,7 @@ class OptimizerHook:
     def remove(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        engine = _deepspeed_engine()
-        if self._engine_wrapper is not None and engine.step is self._engine_wrapper:
-            engine.step = self._engine_step
+        self._patches.restore()
 
     def _make_before(self) -> Any:
         natively, slowly, errors = self._passes.begin_optimizer, self._begin, self.errors
@@ -111,14 +108,16 @@ class OptimizerHook:
             self._count(
                 id(optimizer),
                 recorded,
-                in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs(),
+                in_backward=is_in_backward(track.top),
             )
 
     def watch_deepspeed(self) -> None:
         """Wrap `step` of the DeepSpeed engine: it is the optimizer pass, and ends a training step
         if the engine has stepped."""
-        engine = _deepspeed_engine()
-        original = self._engine_step = engine.step
+        engine = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
+        self._patches.replace(engine, "step", self._wrap_engine_step)
+
+    def _wrap_engine_step(self, original: Any) -> Any:
         begin, end = self._engine_begins, self._engine_ends
 
         @_torch.stepped_over
@@ -130,29 +129,25 @@ class OptimizerHook:
             finally:
                 end(self, steps_before)
 
-        self._engine_wrapper = engine.step = step
+        return step
 
     @_torch.unseen
     def _engine_begins(self, engine: Any) -> int | None:
-        try:
+        with self.errors:
             self._begin()
             self._is_in_engine = True
             self._passes.wake()  # the steps of the optimizers inside do not count
             return int(engine.global_steps)
-        except Exception as error:
-            self.errors(error)
-            return None
+        return None
 
     @_torch.unseen
     def _engine_ends(self, engine: Any, steps_before: int | None) -> None:
-        try:
+        with self.errors:
             track = self._locator.threads.here()
             self._is_in_engine = False
             self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
             if steps_before is not None and engine.global_steps > steps_before:
                 self._on_step_end(None)
-        except Exception as error:
-            self.errors(error)
 
     def _count(self, stepper: int, recorded: Any, *, in_backward: bool) -> None:
         """Count a step. `recorded` is the result of `on_optimizer`: a training step that ends here
@@ -171,13 +166,3 @@ class OptimizerHook:
         if self._passes.ends_after_backward:
             self._passes.ends_after_backward = False
             self._on_step_end(None)
-
-
-def _engine_runs() -> bool:
-    task_id = _torch.private("graph_task_id")
-    return task_id is not None and task_id() != -1
-
-
-def _deepspeed_engine() -> Any:
-    module = sys.modules.get("deepspeed.runtime.engine")
-    return getattr(module, "DeepSpeedEngine", None)

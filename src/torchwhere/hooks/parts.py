@@ -20,7 +20,7 @@ from torchwhere.blackbox.step_clock import StepPart
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
-from torchwhere.hooks.leftover_wrappers import retire, unwrap
+from torchwhere.hooks.patches import Patches
 from torchwhere.hooks.shown_frames import shown_as
 from torchwhere.hooks.threads import Threads
 
@@ -62,8 +62,7 @@ class PartHook:
     def __init__(self, box: BoxWriter, threads: Threads) -> None:
         self._clock = box.clock
         self._here = threads.here
-        self._wrapped: list[tuple[Any, str, Any, Any]] = []  # owner, name, original, wrapper
-        self._wrappers: dict[Any, Any] = {}  # by original
+        self._patches = Patches()
         self._is_installed = False
         self.errors = ErrorLimiter("parts of a step", self.remove)
 
@@ -87,28 +86,14 @@ class PartHook:
             self._wrap(home if owner is None else getattr(home, owner, None), name, part)
 
     def remove(self) -> None:
-        """Restore the originals. A wrapper that another library has wrapped stays and does
-        nothing."""
         self._is_installed = False
-        for owner, name, original, wrapper in reversed(self._wrapped):
-            if vars(owner).get(name) is wrapper:
-                setattr(owner, name, original)
-            else:
-                retire(wrapper, original)
-        self._wrapped.clear()
-        self._wrappers.clear()
+        self._patches.restore()
 
     def _wrap(self, owner: Any, name: str, part: StepPart) -> None:
-        original = vars(owner).get(name) if owner is not None and self._is_installed else None
-        if original is None:
-            return
-        original = unwrap(original)
-        wrapper = self._wrappers.get(original) or self._make_wrapper(original, part)
-        self._wrappers[original] = wrapper
-        setattr(owner, name, wrapper)
-        self._wrapped.append((owner, name, original, wrapper))
+        if owner is not None and self._is_installed and name in vars(owner):
+            self._patches.replace(owner, name, functools.partial(self._make_wrapper, part))
 
-    def _make_wrapper(self, original: Any, part: StepPart) -> Callable[..., Any]:
+    def _make_wrapper(self, part: StepPart, original: Any) -> Callable[..., Any]:
         begin, end = functools.partial(self._begin, part), self._end
 
         # `shown_as` takes the globals of this module away

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -37,7 +38,6 @@ _LIBRARIES = tuple(
     }
 )
 _CONSOLE_SCRIPT = f"{os.sep}torchwhere"  # bin/torchwhere, which runs the user's script
-_kinds: dict[str, int] = {}
 
 
 def current_folder() -> str:
@@ -48,32 +48,30 @@ def current_folder() -> str:
         return ""
 
 
+@cache
 def _kind(filename: str) -> int:
-    """Whether a file belongs to the user, to torch, to a framework or to another library. Cached by
-    file."""
-    kind = _LIBRARY
+    """Whether a file belongs to the user, to torch, to a framework or to another library."""
     if (
         filename.startswith((_HERE, _TORCH_HOME, "<eval_with_key>", "<frozen"))
         or filename.endswith(_CONSOLE_SCRIPT)
         or "torchinductor_" in filename
     ):
-        kind = _TORCH
-    elif framework_path(filename) is not None:
-        kind = _FRAMEWORK
-    elif not filename.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in filename:
-        kind = _USER
-    _kinds[filename] = kind
-    return kind
+        return _TORCH
+    if framework_path(filename) is not None:
+        return _FRAMEWORK
+    if filename.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in filename:
+        return _LIBRARY
+    return _USER
 
 
 def is_users(filename: str) -> bool:
     """Whether a file is the user's own: not part of torch, torchwhere or an installed package."""
-    return (_kinds.get(filename) or _kind(filename)) == _USER
+    return _kind(filename) == _USER
 
 
 def is_torchs(filename: str) -> bool:
     """Whether a file is part of torch or torchwhere, or was made by torch."""
-    return (_kinds.get(filename) or _kind(filename)) == _TORCH
+    return _kind(filename) == _TORCH
 
 
 # Finds the module whose parameters a collective moves in the variables of a frame of torch.
@@ -103,7 +101,6 @@ _UNIT_FRAMES: tuple[tuple[str, _Finder], ...] = (
 class _Facts(NamedTuple):
     """Facts about the frames of one code object. Cached."""
 
-    code: CodeType  # referenced, so that its id stays unique
     kind: int
     finder: _Finder | None = None
     api: str | None = None
@@ -111,39 +108,31 @@ class _Facts(NamedTuple):
     graph: str | None = None
     is_join: bool = False
 
-    @property
-    def is_empty(self) -> bool:
-        return (
-            self.kind == _TORCH
-            and self.finder is None
-            and not (self.api or self.takes_params or self.is_join)
-        )
 
-
+_NOTHING = _Facts(_TORCH)
 _facts: dict[int, _Facts | None] = {}  # by id of the code; None if there is no fact
 _MOST_FACTS = 1 << 16
 _JOIN_HOOKS = ("main_hook", "post_hook")  # methods that `Join` calls, of a class of the user
 
 
 def _facts_of(code: CodeType) -> _Facts | None:
-    kind = _kinds.get(code.co_filename) or _kind(code.co_filename)
-    qualname, arguments = code.co_qualname, code.co_varnames[: code.co_argcount]
-    facts = _Facts(code, kind, takes_params="bucket" in arguments)
+    kind, qualname = _kind(code.co_filename), code.co_qualname
+    arguments = code.co_varnames[: code.co_argcount]
     if kind == _TORCH:
         is_api = code.co_filename.endswith("distributed_c10d.py") and "." not in qualname
-        finder = next(
-            (finder for start, finder in _UNIT_FRAMES if qualname.startswith(start)), None
-        )
-        facts = facts._replace(
-            finder=finder, api=qualname if is_api else None, is_join=_is_join(code)
+        facts = _Facts(
+            kind,
+            finder=next((find for start, find in _UNIT_FRAMES if qualname.startswith(start)), None),
+            api=qualname if is_api else None,
+            takes_params="bucket" in arguments,
+            is_join=_is_join(code),
         )
     else:
-        facts = facts._replace(
-            takes_params="bucket" in arguments or "params" in arguments, graph=_compiled_as(code)
-        )
+        takes_params = "bucket" in arguments or "params" in arguments
+        facts = _Facts(kind, takes_params=takes_params, graph=_compiled_as(code))
     if len(_facts) >= _MOST_FACTS:
         forget()
-    _facts[id(code)] = None if facts.is_empty else facts
+    _facts[id(code)] = None if facts == _NOTHING else facts
     _codes.append(code)
     return _facts[id(code)]
 
@@ -218,7 +207,7 @@ def _framework_frame(code: CodeType, line: int) -> FrameworkFrame:
 
 def is_framework(code: CodeType) -> bool:
     """Whether code belongs to a framework, see `framework_path`."""
-    return (_kinds.get(code.co_filename) or _kind(code.co_filename)) == _FRAMEWORK
+    return _kind(code.co_filename) == _FRAMEWORK
 
 
 def frames_to_user(frame: FrameType | None) -> list[FrameType] | None:

@@ -47,6 +47,13 @@ def pass_of(packed: int) -> int:
     return packed >> PASS_SHIFT & PASS_MASK
 
 
+def is_in_backward(packed: int) -> bool:
+    """Whether a thread at this packed place is in a backward. A device thread of the engine is in
+    one without a place that says so."""
+    task_id = _torch.private("graph_task_id")
+    return pass_of(packed) == Pass.BACKWARD or (task_id is not None and task_id() != -1)
+
+
 class Track:
     """The place and the log of one thread. Only that thread writes to it.
 
@@ -227,7 +234,7 @@ class Threads:
         # reentrant: a signal handler may need the track while its thread gets one
         self._lock = threading.RLock()
         self._main = threading.main_thread().ident
-        self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
+        self._sequence_nr: Callable[[], int] = _torch.getter("sequence_nr", 0)
 
     @_torch.unseen
     def here(self) -> Track:

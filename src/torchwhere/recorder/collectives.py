@@ -85,7 +85,7 @@ class CollectiveRecorder:
         self._unit_ids: dict[str, int] = {}
         self._taps: list[Tap] = []
         self._here = locator.threads.here
-        self._node = _torch.private("current_node") or (lambda: None)
+        self._node = _torch.getter("current_node")
 
     @property
     def taps(self) -> list[Tap]:

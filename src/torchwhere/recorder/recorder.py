@@ -66,7 +66,7 @@ class Recorder:
         self._check_file_at = 0
         self._step_is_users = False
         self._here = locator.threads.here
-        self._node = _torch.private("current_node") or (lambda: None)
+        self._node = _torch.getter("current_node")
         self.fast_path: FastPath = PythonFastPath()
 
     @property
