@@ -24,6 +24,7 @@ from torchwhere.blackbox.file_format import (
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Certainty, Pass, Place, line_fields
 from torchwhere.hooks import _torch, python_stack
+from torchwhere.hooks.compilation import being_compiled
 from torchwhere.hooks.python_stack import FrameworkFrame, Stack
 from torchwhere.hooks.threads import FIRST_MODULE_PLACE, OPTIMIZER_PLACE, Threads, Track, pass_of
 from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ
@@ -66,6 +67,9 @@ class Locator:
         self._texts: dict[int, str] = {}
         self._lines: dict[tuple[str, int, FrameworkFrame | None], int] = {}
         self._params: dict[tuple[str, int], PlaceIds] = {}
+        # The number of compilations that run. While it is 0, an event outside of any graph has the
+        # graph id 0, and the hot path asks nothing more.
+        self.compiling = 0
 
     # -- numbers -----------------------------------------------------------------------------------
 
@@ -163,6 +167,11 @@ class Locator:
             text = stack.stored_line(folder=self.folder)
             entry_id = self._lines[key] = self._keep(self._box.intern(EntryType.LINE, text), text)
         return entry_id
+
+    def graph_id(self, graph: str | None) -> int:
+        """The id of a compiled graph; without one, of the graph that this thread compiles, or 0."""
+        graph = graph or being_compiled()
+        return self._box.intern(EntryType.GRAPH, graph) if graph else 0
 
     # -- a whole place -----------------------------------------------------------------------------
 

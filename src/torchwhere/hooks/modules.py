@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -77,7 +78,7 @@ class ModuleHook:
             forget=self._forget,
             forget_all=self._bases.clear,
         )
-        # how often each module was called in this step
+        # how often each module was called in this step; the session clears it at the next step
         self.calls: dict[int, int] | Counts = {} if box.native is None else box.native.Counts()
         self.errors = ErrorLimiter("modules", self.remove)
         self._original: Any = None
@@ -169,10 +170,6 @@ class ModuleHook:
                 else make_inner(self._original, module_calls.runs_directly(self._original))
             )
 
-    def forget_calls(self) -> None:
-        """Count calls from 0 again: a step has begun."""
-        self.calls.clear()
-
     # -- the wrapper -------------------------------------------------------------------------------
 
     def _make_wrapper(self) -> Wrapper:
@@ -255,7 +252,7 @@ class ModuleHook:
         within = below >> MODULE_SHIFT if below >= FIRST_MODULE_PLACE else OUTSIDE
         name = self._namer.name(module, within)
         base = _TRANSPARENT
-        ref = weakref.ref(module, self._forgetter(id(module)))
+        ref = weakref.ref(module, partial(self._forget, id(module)))
         if name is not None:
             self._on_first_call(module)
             name_id = self._locator.module_id(name)
@@ -276,10 +273,7 @@ class ModuleHook:
             track.add_region(self._regions, seq, maker, reentrant=reentrant)
         return self._regions
 
-    def _forgetter(self, key: int) -> Callable[[object], None]:
-        return lambda _dead: self._forget(key)
-
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _dead: object = None) -> None:
         self._bases.pop(key, None)
         self._refs.pop(key, None)
         self._wrappers.pop(key, None)

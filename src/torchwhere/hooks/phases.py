@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from time import monotonic_ns
 from types import CodeType, FrameType
@@ -91,45 +92,20 @@ def _type_of_steps(native: NativeExtension | None) -> type[PhaseNode]:
     return type("NativeNode", (native.Sum, PhaseNode), {"__slots__": _OTHERS})
 
 
+@dataclass(slots=True, eq=False)
 class OpenPhase:
     """A phase that has begun and not ended."""
 
-    __slots__ = (
-        "entry",
-        "graph",
-        "is_part",
-        "line",
-        "name",
-        "node",
-        "outer",
-        "place_ids",
-        "t_ns",
-        "track",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        entry: int,
-        node: PhaseNode,
-        outer: OpenPhase | None,
-        track: Track,
-        place_ids: PlaceIds,
-        line: int,
-        graph: int,
-        t_ns: int,
-        is_part: bool,
-    ) -> None:
-        self.name = name
-        self.entry = entry  # id of the name
-        self.node = node
-        self.outer = outer
-        self.track = track
-        self.place_ids = place_ids
-        self.line = line
-        self.graph = graph
-        self.t_ns = t_ns
-        self.is_part = is_part  # whether its time counts as a part of the step
+    name: str
+    entry: int  # id of the name
+    node: PhaseNode
+    outer: OpenPhase | None
+    track: Track
+    place_ids: PlaceIds
+    line: int
+    graph: int
+    t_ns: int
+    is_part: bool  # whether its time counts as a part of the step
 
 
 _innermost: ContextVar[OpenPhase | None] = ContextVar("torchwhere_phase", default=None)

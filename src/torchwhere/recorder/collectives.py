@@ -42,7 +42,6 @@ from torchwhere.hooks.ddp import Bucket
 from torchwhere.hooks.device import DeviceHook
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
-from torchwhere.recorder.graph_ids import GraphIds
 
 if TYPE_CHECKING:
     from torchwhere.native import extension
@@ -66,13 +65,11 @@ class CollectiveRecorder:
         self,
         box: BoxWriter,
         locator: Locator,
-        graphs: GraphIds,
         device: DeviceHook,
         cuda_graphs: CudaGraphs,
     ) -> None:
         self._box = box
         self._locator = locator
-        self._graphs = graphs
         self._device = device
         self._cuda_graphs = cuda_graphs
         self._counter = box.counter
@@ -132,8 +129,8 @@ class CollectiveRecorder:
             graph = compiled_graphs.backward_graph(self._node())
         line = locator.line_id(stack) or self._line_of_backward(track, place_ids)
         graph_id = 0
-        if graph is not None or self._graphs.compiling:
-            graph_id = self._graphs.id_of(graph)
+        if graph is not None or locator.compiling:
+            graph_id = locator.graph_id(graph)
         return self._record(call, track, place_ids, line, graph_id, self._beneficiary(call))
 
     def bucket(self, bucket: Bucket) -> bool:

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from torchwhere.blackbox.file_format import CURSOR_RECORD, EntryType
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.core.errors import described
 from torchwhere.core.events import Kind
 from torchwhere.core.place import line_text
@@ -25,7 +25,6 @@ from torchwhere.hooks.locate import PlaceIds
 from torchwhere.recorder.collectives import CollectiveRecorder
 from torchwhere.recorder.recorder import Recorder
 
-_REPLAY = int(Kind.REPLAY)
 _NO_RECORD = -1
 
 
@@ -83,23 +82,16 @@ class CudaGraphRecorder:
         t_ns, track = time.monotonic_ns(), self._here()
         place_ids = self._recorder.locator.place_ids(track)
         line, graph = self._recorder.line_and_graph(python_stack.caller(1))
-        number = self._box.record(
-            _REPLAY,
-            t_ns,
-            place_ids.pass_,
-            place_ids.flags,
-            track.number,
-            self._counter.step,
-            place_ids.module,
-            place_ids.call,
-            line,
-            graph,
-            0 if captured is None else captured.entry,
-            0,
-            place_ids.param,
-            0 if captured is None else len(captured.collectives),
+        number = self._recorder.write(
+            Kind.REPLAY,
+            track,
+            place_ids,
+            line=line,
+            graph=graph,
+            subject=0 if captured is None else captured.entry,
+            extra=0 if captured is None else len(captured.collectives),
+            t_ns=t_ns,
         )
-        self._box.words[track.cursor + CURSOR_RECORD] = number
         totals: dict[int, int] = {}
         if captured is None:
             self._warn()

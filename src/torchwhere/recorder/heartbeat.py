@@ -70,11 +70,9 @@ class Heartbeat:
         """Start the thread, if it does not run yet."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="torchwhere", daemon=True)
-            try:
+            with self._errors:  # the process may have too many threads: watch without it
                 thread.start()
                 self._thread = thread
-            except Exception as error:  # the process may have too many threads: watch without it
-                self._errors(error)
 
     def stop(self, *, failed: bool = False) -> None:
         """Stop the heartbeat. If the rank has failed, `on_stall` runs once more: a failed rank
@@ -106,12 +104,10 @@ class Heartbeat:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _NEVER_BLOCKED)
         unchanged, state = 0, b""
         while True:
-            try:
+            with self._errors:
                 self._beat()
                 before, state = state, self._box.present()
                 unchanged = unchanged + 1 if state == before else 0
-            except Exception as error:
-                self._errors(error)
             is_power_of_two = unchanged & (unchanged - 1) == 0
             if self._calls_on_stall and unchanged >= _STALL_BEATS and is_power_of_two:
                 self._call_on_stall()
@@ -128,11 +124,9 @@ class Heartbeat:
         for _ in range(SAMPLES):
             if self._over.wait(BEAT_S / SAMPLES):
                 return True
-            try:
+            with self._sample_errors:
                 if self._take_sample is not None:
                     self._take_sample()
-            except Exception as error:
-                self._sample_errors(error)
         return False
 
     def _beat(self) -> None:
@@ -145,11 +139,9 @@ class Heartbeat:
             self._box.beat(time.monotonic_ns(), cpu_delay_ns=since_last_ns)
 
     def _call_on_stall(self) -> None:
-        try:
-            with self._busy:
-                self._on_stall()
-        except Exception as error:  # for example a full disk, which heartbeats do not need
-            self._stall_errors(error)
+        # An error is for example a full disk, which heartbeats do not need.
+        with self._stall_errors, self._busy:
+            self._on_stall()
 
     def _stop_calling_on_stall(self) -> None:
         self._calls_on_stall = False

@@ -23,17 +23,15 @@ from torchwhere.processes.launcher import launch, pid_namespace
 def rank_and_world() -> tuple[int, int]:
     """Return rank and world size: of the process group, otherwise from the environment that the
     launcher set, otherwise 0 and 1."""
-    if dist.is_available() and dist.is_initialized():
+    if _has_group():
         return dist.get_rank(), dist.get_world_size()
     launched = launch()
     rank = launched.rank or 0
     return rank, max(launched.world_size or 1, rank + 1)
 
 
-def is_rank_assumed() -> bool:
-    """Whether neither a process group nor a launcher gives the rank: then it is 0 for now."""
-    has_group = dist.is_available() and dist.is_initialized()
-    return not has_group and launch().rank is None
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _number(variable: str, default: int) -> int:
@@ -75,7 +73,8 @@ def describe() -> dict[str, Any]:
         "rank": rank,
         "world_size": world,
         "local_rank": launch().local_rank or 0,
-        "rank_is_assumed": is_rank_assumed(),
+        # neither a process group nor a launcher gives the rank: then it is 0 for now
+        "rank_is_assumed": not _has_group() and launch().rank is None,
         "run_id": run_id(),
         "store": store(),
         "restart": _number("TORCHELASTIC_RESTART_COUNT", 0),

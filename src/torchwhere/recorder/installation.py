@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Protocol
 
 from torchwhere.hooks.error_limiter import log
 
@@ -46,12 +46,6 @@ def hook_part(name: str, *, hook: _Hook) -> InstallablePart:
     return InstallablePart(name, install=hook.install, remove=hook.remove)
 
 
-class _Removal(NamedTuple):
-    name: str
-    remove: Callable[[], object]
-    abandon: Callable[[], object]
-
-
 class Installation:
     """The installed parts of one watch.
 
@@ -60,7 +54,7 @@ class Installation:
     """
 
     def __init__(self) -> None:
-        self._removals: list[_Removal] = []
+        self._installed: list[InstallablePart] = []
 
     def install(self, parts: Iterable[InstallablePart]) -> list[str]:
         """Install all parts, or none.
@@ -71,7 +65,7 @@ class Installation:
         sentences: list[str] = []
         try:
             for part in parts:
-                self._removals.append(_Removal(part.name, part.remove, part.abandon or part.remove))
+                self._installed.append(replace(part, install=do_nothing))
                 sentences += part.install() or []
         except BaseException:
             self.remove()
@@ -80,14 +74,14 @@ class Installation:
 
     def remove(self) -> None:
         """Remove everything that is installed."""
-        self._run_all([(removal.name, removal.remove) for removal in self._removals])
+        self._run_all([(part.name, part.remove) for part in self._installed])
 
     def abandon(self) -> None:
         """Remove everything in a forked child, which must not touch what belongs to its parent."""
-        self._run_all([(removal.name, removal.abandon) for removal in self._removals])
+        self._run_all([(part.name, part.abandon or part.remove) for part in self._installed])
 
     def _run_all(self, steps: list[tuple[str, Callable[[], object]]]) -> None:
-        self._removals = []
+        self._installed = []
         # An exit stack runs all steps, the last one first, also if one is interrupted by Ctrl-C.
         with contextlib.ExitStack() as stack:
             for name, step in steps:

@@ -10,7 +10,7 @@ import time
 
 from torchwhere.blackbox.device_place import DeviceSource, read_device_place
 from torchwhere.blackbox.file_format import EntryType
-from torchwhere.blackbox.string_table import Group, group_of, json_int, json_object, op_of
+from torchwhere.blackbox.string_table import group_of, json_int, json_object, op_of
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place
@@ -26,18 +26,15 @@ def own_device_place(box: BoxWriter, cpu: Place) -> DevicePlace:
     if not box.geometry.lanes:
         return DevicePlace(cpu, problem=NO_ACCELERATOR if box.native else NO_EXTENSION)
     offset_ns = json_int(box.meta, "clock_offset_ns")
-
-    def group(name: str) -> Group | None:
-        groups = map(json_object, box.names_of_type(EntryType.GROUP))
-        # of several entries of a name the last one wins: its mesh became known later
-        return group_of({str(group.get("name")): group for group in groups}.get(name))
-
+    # of several entries of a name the last one wins: its mesh became known later
+    groups = map(json_object, box.names_of_type(EntryType.GROUP))
+    by_name = {str(group.get("name")): group for group in groups}
     source = DeviceSource(
         box.geometry,
         read=box.read,
         name=box.name,
         op=lambda entry_id: op_of(json_object(box.name(entry_id))),
-        group=group,
+        group=lambda name: group_of(by_name.get(name)),
         wall_ns=lambda t_ns: t_ns + offset_ns,
     )
     return read_device_place(source, cpu=cpu)

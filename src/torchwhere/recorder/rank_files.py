@@ -1,16 +1,21 @@
 """The files of this rank: the box, and the files for stacks of a crash and of a stall.
 
-All three are named after the rank, so they are renamed together once the real rank is known. Until
-then the rank is assumed to be 0. If another process already uses the files of rank 0, they have a
-provisional name with host and process id. A box in memory has no files beside it.
+All three are named after the rank, so they are renamed together once the real rank is known. A
+launcher gives the rank before the watch begins. Without one (`mp.spawn`, Lightning, a script that
+starts its own processes) the rank is assumed to be 0 until the process calls `init_process_group`.
+If another process already uses the files of rank 0, they have a provisional name with host and
+process id. A box in memory has no files beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from torchwhere.blackbox.file_names import (
     box_name,
@@ -24,13 +29,27 @@ from torchwhere.hooks.device import may_have_device
 from torchwhere.hooks.error_limiter import log
 from torchwhere.hooks.stack_files import Faults, StallStackFile
 from torchwhere.native.load import native
+from torchwhere.processes.launcher import launch
+from torchwhere.recorder import identity
 from torchwhere.recorder.installation import InstallablePart, do_nothing
 
 
 class RankFiles:
-    """Opens the box of this rank in the folder `out`, or in memory if there is no folder."""
+    """Opens the box of this rank in the folder `out`, or in memory if there is no folder.
 
-    def __init__(self, out: Path | None, *, meta: dict[str, Any], records: int) -> None:
+    Keeps rank and world size in its header up to date, and calls `on_rank` with a new rank.
+    """
+
+    def __init__(
+        self,
+        out: Path | None,
+        *,
+        meta: dict[str, Any],
+        records: int,
+        on_rank: Callable[[int], None],
+    ) -> None:
+        self._on_rank = on_rank
+        self._has_warned = False
         self.box = _open_box(out, meta, records)
         path = self.box.path
         self._faults = (
@@ -61,7 +80,45 @@ class RankFiles:
         if self._stall_file is not None:
             self._stall_file.write(thread)
 
-    def rename_to(self, rank: int) -> str | None:
+    # -- the rank ----------------------------------------------------------------------------------
+
+    def announce_rank(self, rank: int | None, world_size: int | None) -> None:
+        """Take rank and world size from the arguments of `init_process_group`, or from the
+        variables that the script has set by then.
+
+        The function may wait for other ranks forever, so readers need the rank before it returns.
+        """
+        launched = launch()
+        rank = launched.rank if rank is None else rank
+        world_size = launched.world_size if world_size is None else world_size
+        if rank is not None and world_size is not None and 0 <= rank < world_size:
+            # A process that still assumes this rank may use the name: `settle_rank` tries again.
+            self._set_rank(rank, world_size)
+
+    def settle_rank(self) -> None:
+        """Take rank and world size from the process group, which exists now."""
+        problem = self._set_rank(dist.get_rank(), dist.get_world_size())
+        if problem is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning("torchwhere: %s", problem)
+
+    def _set_rank(self, rank: int, world_size: int) -> str | None:
+        """Write the header and rename the files. Returns why the files keep their names."""
+        meta = self.box.meta
+        fields = {
+            "rank": rank,
+            "rank_is_assumed": False,
+            "world_size": world_size,
+            "run_id": meta["run_id"] or identity.run_id(),
+            "store": identity.store(),
+        }
+        if not fields.items() <= meta.items():
+            self.box.meta = meta | fields
+            self.box.write_meta()
+            self._on_rank(rank)
+        return self._rename_to(rank)
+
+    def _rename_to(self, rank: int) -> str | None:
         """Name the files after another rank.
 
         The old names stay if another process uses the new names. Returns the reason then.

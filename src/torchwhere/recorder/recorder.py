@@ -32,7 +32,6 @@ from torchwhere.hooks.exceptions import NOTE_START, is_of_device
 from torchwhere.hooks.fast_path import FastPath, PythonFastPath
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
-from torchwhere.recorder.graph_ids import GraphIds
 from torchwhere.recorder.own_device import device_note, own_device_place
 
 EXIT = "exit"  # the reason of a watch that ends with its process
@@ -49,7 +48,6 @@ class Recorder:
         self,
         box: BoxWriter,
         locator: Locator,
-        graphs: GraphIds,
         *,
         rank: int,
         last_collectives: Callable[[], list[str]],
@@ -58,7 +56,6 @@ class Recorder:
         self.box = box
         self.locator = locator
         self.rank = rank
-        self._graphs = graphs
         self._last_collectives = last_collectives
         self._on_step = on_step
         self._counter = box.counter
@@ -138,17 +135,17 @@ class Recorder:
         place_ids = self.locator.place_ids(track)
         line, graph = self.line_and_graph(frame or python_stack.caller(1))
         extra = self._text(text) if text is not None else extra
-        return self._write(
+        return self.write(
             kind, track, place_ids, line=line, graph=graph, subject=subject, extra=extra
         )
 
     def line_and_graph(self, frame: FrameType | None) -> LineAndGraph:
         """Return the ids of the user's line and of the compiled graph that runs there."""
-        stack, graphs = python_stack.read(frame), self._graphs
-        graph = graphs.id_of(stack.graph) if stack.graph is not None or graphs.compiling else 0
-        return self.locator.line_id(stack), graph
+        stack, locator = python_stack.read(frame), self.locator
+        has_graph = stack.graph is not None or locator.compiling
+        return locator.line_id(stack), locator.graph_id(stack.graph) if has_graph else 0
 
-    def _write(
+    def write(
         self,
         kind: Kind,
         track: Track,
@@ -158,10 +155,12 @@ class Recorder:
         graph: int = 0,
         subject: int = 0,
         extra: int = 0,
+        t_ns: int = 0,
     ) -> int:
+        """Write a record, by default with the present time. Returns its number."""
         number = self.box.record(
             kind,
-            time.monotonic_ns(),
+            t_ns or time.monotonic_ns(),
             place_ids.pass_,
             place_ids.flags,
             track.number,
@@ -178,9 +177,7 @@ class Recorder:
         self.box.words[track.cursor + CURSOR_RECORD] = number
         return number
 
-    def _text(self, fields: dict[str, Any] | None) -> int:
-        if fields is None:
-            return 0
+    def _text(self, fields: dict[str, Any]) -> int:
         text = json.dumps(fields, default=str)
         # The box stores a text completely or not at all: shorten it here, field by field.
         if len(text) > _MAX_TEXT:
@@ -205,14 +202,14 @@ class Recorder:
 
     def compile_begins(self, compile_id: str, fields: dict[str, str]) -> None:
         """Record that torch begins to compile a graph."""
-        self._graphs.compiling += 1
+        self.locator.compiling += 1
         self.fast_path.wake()
         graph = self.box.intern(EntryType.GRAPH, compile_id)
         self.event(Kind.COMPILE_BEGIN, subject=graph, text=fields)
 
     def compile_ends(self, compile_id: str) -> None:
         """Record that a compilation has ended."""
-        self._graphs.compiling = max(0, self._graphs.compiling - 1)
+        self.locator.compiling = max(0, self.locator.compiling - 1)
         self.event(Kind.COMPILE_END, subject=self.box.intern(EntryType.GRAPH, compile_id))
 
     def group_begins(self, op: str, number: int, ranks: list[int] | None) -> None:
@@ -234,7 +231,7 @@ class Recorder:
         track, (line, graph) = self._here(), self.line_and_graph(frame)
         place_ids = self.locator.place_ids_in_optimizer(track)
         entry = self.box.intern(EntryType.PHASE, name)
-        self._write(Kind.OPTIMIZER, track, place_ids, line=line, graph=graph, subject=entry)
+        self.write(Kind.OPTIMIZER, track, place_ids, line=line, graph=graph, subject=entry)
         if self._native is not None:
             self.fast_path.learn_line(frame, line)
             self.fast_path.learn_name(name, entry)
@@ -255,10 +252,10 @@ class Recorder:
             line, graph = called_at
         place_ids = self.locator.place_ids(track)
         self.box.clock.end_step(track.cursor, track.top, track.number)
-        self._write(Kind.STEP_END, track, place_ids, line=line, graph=graph)
+        self.write(Kind.STEP_END, track, place_ids, line=line, graph=graph)
         self._counter.step = step
         self.box.words[track.cursor + CURSOR_STEP] = step
-        number = self._write(Kind.STEP_BEGIN, track, place_ids, line=line, graph=graph)
+        number = self.write(Kind.STEP_BEGIN, track, place_ids, line=line, graph=graph)
         self._on_step(place_ids.packed, number)
         now = time.monotonic_ns()
         if now >= self._check_file_at:
@@ -268,7 +265,7 @@ class Recorder:
     def rest(self, containers: tuple[Any, ...]) -> None:
         """Let the native extension record steps by itself, as long as the containers keep their
         sizes: then Python has nothing to do between steps."""
-        if not self._graphs.compiling:
+        if not self.locator.compiling:
             self.fast_path.rest(self._check_file_at, not self.step_is_users, containers)
 
     def begin_step(self) -> None:
@@ -295,7 +292,7 @@ class Recorder:
             text["device"] = device_note(self.device_place(place))
             error.add_note(f"{NOTE_START}{text['device']}")
         line_id = self.box.intern(EntryType.LINE, line) if line else 0
-        self._write(Kind.EXCEPTION, track, place_ids, line=line_id, extra=self._text(text))
+        self.write(Kind.EXCEPTION, track, place_ids, line=line_id, extra=self._text(text))
 
     def place_of_node(self, node: Any) -> Place:
         """Return where an autograd node comes from: the module call that made it, or the parameter

@@ -48,10 +48,8 @@ from torchwhere.model.module_names import NameTable
 from torchwhere.recorder import identity
 from torchwhere.recorder.collectives import CollectiveRecorder
 from torchwhere.recorder.cuda_graphs import CudaGraphRecorder
-from torchwhere.recorder.graph_ids import GraphIds
 from torchwhere.recorder.heartbeat import Heartbeat
 from torchwhere.recorder.installation import InstallablePart, Installation, do_nothing, hook_part
-from torchwhere.recorder.own_rank import OwnRank
 from torchwhere.recorder.rank_files import RankFiles
 from torchwhere.recorder.recorder import EXIT, LineAndGraph, Recorder
 from torchwhere.recorder.stack_samples import sample_taker
@@ -77,25 +75,20 @@ class Session:
         self._stall_snapshot: StallSnapshot | None = None
         self._on_exit = on_exit
         meta = identity.describe()
-        self._files = RankFiles(out, meta=meta, records=records)
-        self._own_rank = OwnRank(self._files, on_change=self._rank_changed)
+        self._files = RankFiles(out, meta=meta, records=records, on_rank=self._rank_changed)
         self._box = self._files.box
         # A lambda: `self.recorder` does not exist yet.
         self._threads = Threads(
             lambda track: self.recorder.register_thread(track), self._box.native
         )
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
-        graphs = GraphIds(self._box)
         self._device = DeviceHook(self._box)
         self._memory = MemoryHook(self._box)
         self._cuda_graphs = CudaGraphs()
-        self.collectives = CollectiveRecorder(
-            self._box, locator, graphs, self._device, self._cuda_graphs
-        )
+        self.collectives = CollectiveRecorder(self._box, locator, self._device, self._cuda_graphs)
         self.recorder = Recorder(
             self._box,
             locator,
-            graphs,
             rank=meta["rank"],
             last_collectives=self.collectives.last,
             on_step=self._device.step,
@@ -169,7 +162,7 @@ class Session:
             on_replayed=cuda_graphs.replayed,
         )
         self._group_creation = GroupCreationHook(
-            on_init=self._own_rank.announce,
+            on_init=self._files.announce_rank,
             on_begin=self._group_begins,
             on_end=self.recorder.group_ends,
         )
@@ -367,7 +360,7 @@ class Session:
         self._memory.record(self._threads.here())
         self.recorder.set_step(step, called_at=called_at)
         self.phases.step_begins()
-        self.modules.forget_calls()
+        self.modules.calls.clear()
         self._layouts.step_ended()
         self._groups.refresh()
         self._compilation.refresh()
@@ -387,7 +380,7 @@ class Session:
         if dist.is_initialized():
             self._start_heartbeat(dist.get_world_size())
             self._memory.begin()
-            self._own_rank.settle()
+            self._files.settle_rank()
 
     def _rank_changed(self, rank: int) -> None:
         self.recorder.rank = self.phases.rank = rank
