@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from torchwhere.core.grouping import grouped
 from torchwhere.hooks import _torch
 from torchwhere.hooks.call_chain import Made
 from torchwhere.hooks.listeners import Listener, Listeners, ModuleCall, Owner
@@ -26,21 +28,22 @@ from torchwhere.hooks.threads import Track
 from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, roots_of, walk
 
 
+@dataclass(slots=True, eq=False)
 class Span:
     """One call in one backward."""
 
-    __slots__ = ("above", "call", "is_open", "left", "listeners", "owner")
+    owner: Owner
+    call: ModuleCall
+    above: Span | None
+    # its nodes that have not begun, and the spans directly inside it that have not ended
+    left: int = 0
+    is_open: bool = False
+    # called at its start, not yet at its end
+    listeners: list[Listener] = field(default_factory=list)
 
-    def __init__(self, owner: Owner, call: ModuleCall, above: Span | None) -> None:
-        self.owner = owner
-        self.call = call
-        self.above = above
-        # its nodes that have not begun, and the spans directly inside it that have not ended
-        self.left = 0
-        self.is_open = False
-        self.listeners: list[Listener] = []  # called at its start, not yet at its end
-        if above is not None:
-            above.left += 1
+    def __post_init__(self) -> None:
+        if self.above is not None:
+            self.above.left += 1
 
 
 def spans_of(
@@ -246,10 +249,7 @@ def _needed(
         for i in inputs
         if getattr(i, "requires_grad", True)
     }
-    users: dict[Any, list[Any]] = {}
-    for node in nodes:
-        for following in edges[node]:
-            users.setdefault(following, []).append(node)
+    users = grouped((following, node) for node in nodes for following in edges[node])
     needed = set(wanted) if accumulates else set()
     pending = list(wanted)
     while pending:

@@ -126,18 +126,15 @@ def _parts(value: Any) -> list[Any]:
     return list(islice(inside.values(), _MOST_INSIDE)) if type(inside) is dict else []
 
 
-def _values(frame: FrameType | None) -> Iterator[Any]:
+def _values(start: FrameType | None) -> Iterator[Any]:
     """The variables of a frame and of its callers, innermost first, and the globals of the user's
     files."""
     visited: set[int] = set()  # ids of globals
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return
+    for frame in islice(python_stack.outwards(start), _MOST_FRAMES):
         yield from _variables(frame)
         if id(frame.f_globals) not in visited and python_stack.is_users(frame.f_code.co_filename):
             visited.add(id(frame.f_globals))
             yield from list(islice(frame.f_globals.values(), _MOST_VALUES))
-        frame = frame.f_back
 
 
 def _variables(frame: FrameType) -> list[Any]:

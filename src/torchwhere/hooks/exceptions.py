@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -85,10 +86,7 @@ class ExceptionHook:
             framework = raised_at.framework
             raised_at = python_stack.read(python_stack.caller(1))
             raised_at.framework = framework or raised_at.framework
-        line = None
-        if raised_at.file is not None:
-            line = raised_at.stored_line(folder=self._locator.folder)
-        self._report(error, track, place_ids, line)
+        self._report(error, track, place_ids, raised_at.stored_line(folder=self._locator.folder))
 
     def _place_ids_in_backward(self, error: BaseException, track: Track, outputs: Any) -> PlaceIds:
         return self._place_ids_of_frames(error.__traceback__, track) or self._place_ids_of_frontier(
@@ -105,11 +103,10 @@ class ExceptionHook:
         were read, and that frame holds the exception. The graph would live until the next garbage
         collection.
         """
-        place_ids, traceback = None, traceback and traceback.tb_next
-        while traceback is not None:
-            for value in list(traceback.tb_frame.f_locals.values()):
+        place_ids = None
+        for frame, _ in walk_tb(traceback and traceback.tb_next):
+            for value in list(frame.f_locals.values()):
                 place_ids = self._place_ids_of_value(value, track) or place_ids
-            traceback = traceback.tb_next
         return place_ids
 
     def _place_ids_of_value(self, value: Any, track: Track) -> PlaceIds | None:

@@ -15,7 +15,7 @@ import sys
 import time
 from _thread import get_ident
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from types import CodeType, FrameType
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ import torch
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.python_stack import outwards
 
 _QUIET_S = 0.1
 
@@ -111,7 +112,7 @@ class Kernels:
         one now."""
         stacks = _other_stacks()
         names = (
-            str(frame.f_globals.get("__name__")) for stack in stacks for frame in _outwards(stack)
+            str(frame.f_globals.get("__name__")) for stack in stacks for frame in outwards(stack)
         )
         return (self._were_left and len(stacks) > 0) or any(
             name.startswith(_torch.COLLECTIVE_CALLERS) for name in names
@@ -123,7 +124,7 @@ class Kernels:
         since, calls = self._silent
         time.sleep(max(0.0, since + _QUIET_S - time.monotonic()))
         is_inside = any(
-            frame.f_code in self._codes for stack in _other_stacks() for frame in _outwards(stack)
+            frame.f_code in self._codes for stack in _other_stacks() for frame in outwards(stack)
         )
         return is_inside or self._calls() != calls
 
@@ -150,12 +151,6 @@ def are_alive(threads: Collection[int]) -> bool:
 def _other_stacks() -> list[FrameType]:
     own = get_ident()
     return [frame for thread, frame in sys._current_frames().items() if thread != own]
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 # -- the native kernel on all_reduce ---------------------------------------------------------------
@@ -209,8 +204,7 @@ def _define() -> None:
     if _library is not None:
         return
     overload = getattr(torch.ops.c10d, ALL_REDUCE).default
-    below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
-    redispatch = overload._handle.redispatch_boxed
+    below, redispatch = below_backend_select(), overload._handle.redispatch_boxed
 
     @_torch.stepped_over
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -81,11 +81,10 @@ class LineTracer:
         log, now = self.log, self._sequence_nr()
         log.add(now, None, 0)  # nodes made while no tracer ran belong to no line
         self._at(frame)
-        while frame is not None:
-            if python_stack.is_users(frame.f_code.co_filename) and frame.f_trace is None:
-                frame.f_trace = self._inside
-                self._traced.append(frame)
-            frame = frame.f_back
+        for around in python_stack.outwards(frame):
+            if python_stack.is_users(around.f_code.co_filename) and around.f_trace is None:
+                around.f_trace = self._inside
+                self._traced.append(around)
         sys.settrace(self._called)
 
     def stop(self) -> None:

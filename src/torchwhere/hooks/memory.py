@@ -31,12 +31,12 @@ from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
 from torchwhere.hooks.device import may_have_device
-from torchwhere.hooks.device_identity import DeviceIdentities, used_device
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.threads import Track
 
 _HISTORY_NS = 1_000_000_000  # between the first two entries in the table
 _HISTORY_GROWTH = 0.25  # of the time since the first one, between later ones
+_MOST_DEVICES = 16  # described in a box
 
 
 class MemoryNow(NamedTuple):
@@ -69,7 +69,7 @@ class MemoryHook:
     def __init__(self, box: BoxWriter) -> None:
         self._box = box
         self._native = box.native
-        self._identities = DeviceIdentities(box)
+        self._described: set[torch.device] = set()  # the devices that the box describes
         self._stats: Any = None
         self._rise = PeakRise()
         self._device: torch.device | None = None
@@ -103,10 +103,10 @@ class MemoryHook:
         return False
 
     def _begin(self) -> bool:
-        device = used_device()
+        device = _used_device()
         if device is None or device == self._device:
             return device is not None
-        self._identities.add(device)
+        self._describe(device)
         if not _has_cheap_stats(device):
             self.is_on = False
             return False
@@ -117,6 +117,14 @@ class MemoryHook:
         else:
             self._rise.of_step(memory_now(self._stats(device.index)))
         return self.is_on
+
+    def _describe(self, device: torch.device) -> None:
+        """Describe a device in the box, once, so that a monitor can find it on its host."""
+        if device not in self._described and len(self._described) < _MOST_DEVICES:
+            self._described.add(device)
+            meta = self._box.meta
+            self._box.meta = meta | {"devices": [*meta.get("devices", []), _description(device)]}
+            self._box.write_meta()
 
     def _record(self, track: Track) -> None:
         if self._native is not None and self._box.native_box is not None:
@@ -178,3 +186,39 @@ def units(nbytes: int) -> int:
 def _has_cheap_stats(device: torch.device) -> bool:
     """Whether the allocator keeps its own statistics. That of `cudaMallocAsync` asks the driver."""
     return device.type != "cuda" or torch.cuda.get_allocator_backend() == "native"
+
+
+# -- the devices -----------------------------------------------------------------------------------
+
+
+def _used_device() -> torch.device | None:
+    """The current device of this thread; None if the job has not initialised an accelerator."""
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    if accelerator is None:
+        return None
+    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    if is_initialized is None or not is_initialized():
+        return None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _description(device: torch.device) -> dict[str, Any]:
+    """What identifies a device that the job has initialised on its host.
+
+    torch reads the properties of a device once, without waiting for the device. UUID and PCI
+    address stay right with `CUDA_VISIBLE_DEVICES`; in a MIG instance the UUID is that of the
+    instance.
+    """
+    # not every accelerator has this function
+    read = getattr(torch.get_device_module(device), "get_device_properties", None)
+    properties = None if read is None else read(device)
+    pci = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    return {
+        "type": device.type,
+        "index": device.index or 0,
+        "uuid": str(getattr(properties, "uuid", "") or ""),
+        "pci": "{:08x}:{:02x}:{:02x}.0".format(*pci) if min(pci) >= 0 else "",
+        "name": str(getattr(properties, "name", "")),
+        "total_bytes": getattr(properties, "total_memory", None),
+        "hip": torch.version.hip is not None,
+    }

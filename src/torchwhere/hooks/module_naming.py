@@ -12,22 +12,23 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import torch
 from torch import nn
 
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
-from torchwhere.hooks.model_search import ModelSearch
 from torchwhere.model.module_names import NameTable
-from torchwhere.model.module_walk import ModuleWalk, child_name, name_below
-from torchwhere.model.wrappers import innermost, wrapped
+from torchwhere.model.module_walk import ModuleWalk, child_name, children_of, name_below
+from torchwhere.model.wrappers import innermost, inwards
 
 # Modules that are searched for older roots and trained parameters:
 _MOST_AT_FIRST = 100  # from its start, at the first call of a model
 _MOST_FROM_END = 50  # at the same call
 _MOST_LATER = 64  # at a later first call, if the search is not over
 _MOST_IN_GRAPH = 1000  # modules that are searched for a parameter
+_MOST_PARAMS = 64  # parameters of one module
 
 
 class ModuleNamer:
@@ -96,7 +97,7 @@ class ModuleNamer:
     def _known_name(self, module: nn.Module) -> str | None:
         """The name of a module of a known model, or of the module that it wraps."""
         return next(
-            (names[0] for part in _inwards(module) if (names := self._names.names_so_far(part))),
+            (names[0] for part in inwards(module) if (names := self._names.names_so_far(part))),
             None,
         )
 
@@ -253,14 +254,6 @@ class ModuleNamer:
         self._names.drop_root(module)
 
 
-def _inwards(module: nn.Module) -> Iterator[nn.Module]:
-    """A module, and the modules that it wraps, from the outside to the inside."""
-    inner: nn.Module | None = module
-    while inner is not None:
-        yield inner
-        inner = wrapped(inner)
-
-
 def _is_graph(module: nn.Module) -> bool:
     """Whether a module is a graph that a compiler made: it has no parameters. A traced model has
     parameters."""
@@ -269,3 +262,55 @@ def _is_graph(module: nn.Module) -> bool:
         for _, part in ModuleWalk(module).next(_MOST_IN_GRAPH)
         for param in part._parameters.values()
     )
+
+
+# -- the search through a new model ----------------------------------------------------------------
+# It finds out whether the model is trained, and which modules are inside it. A search over 10,000
+# modules takes 4 ms, and the first call of a module must not wait for it. So a search visits some
+# modules at the first call of the model, and some at each later first call.
+
+
+class ModelSearch:
+    """Visits all modules of a model. Refers to the model weakly."""
+
+    __slots__ = ("_model", "_walk", "is_trained")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._walk = ModuleWalk(model)
+        self.is_trained = False  # whether a visited module has a parameter that requires a gradient
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._model()
+
+    @property
+    def is_over(self) -> bool:
+        return self._walk.is_over
+
+    def last(self, most: int) -> Iterator[nn.Module]:
+        """Visit the last modules of the model, the last one first. A model with many frozen modules
+        often has a trained head."""
+        model = self._model()
+        pending = [model] if model is not None else []
+        while pending and most > 0:
+            module = pending.pop()
+            most -= 1
+            yield self._visited(module)
+            children = list(islice(reversed(children_of(module).values()), most))
+            pending += [child for child in reversed(children) if child is not None]
+
+    def next(self, most: int) -> Iterator[nn.Module]:
+        """Visit at most this many further modules. Exhaust the iterator before the next part."""
+        for _, module in self._walk.next(most):
+            yield self._visited(module)
+
+    def _visited(self, module: nn.Module) -> nn.Module:
+        if not self.is_trained and module._parameters:
+            self.is_trained = _has_trained_parameter(module)
+        return module
+
+
+def _has_trained_parameter(module: nn.Module) -> bool:
+    params = islice(module._parameters.values(), _MOST_PARAMS)
+    return any(param is not None and param.requires_grad for param in params)

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -296,11 +297,5 @@ def infers_shapes() -> bool:
         return True
     if PIPELINING not in sys.modules:
         return False
-    frame = python_stack.caller(2)
-    for _ in range(6):
-        if frame is None:
-            return False
-        if frame.f_code.co_name in _SHAPE_INFERENCE:
-            return True
-        frame = frame.f_back
-    return False
+    frames = islice(python_stack.outwards(python_stack.caller(2)), 6)
+    return any(frame.f_code.co_name in _SHAPE_INFERENCE for frame in frames)

@@ -9,6 +9,7 @@ this. If several threads could have made a node, the calling thread is assumed, 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -104,9 +105,7 @@ def node_that_raised(error: BaseException) -> tuple[Any, bool]:
     """The node, and whether it is certain; None for an exception that passed through no
     backward."""
     node, outputs = None, None
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
+    for frame, _ in walk_tb(error.__traceback__):
         if frame.f_code.co_name == _ENGINE:
             outputs = frame.f_locals.get("t_outputs", outputs)
         elif outputs is not None:
@@ -116,7 +115,6 @@ def node_that_raised(error: BaseException) -> tuple[Any, bool]:
                 if isinstance(value, torch.autograd.graph.Node)
             ]
             node = nodes[-1] if nodes else node
-        traceback = traceback.tb_next
     if node is None and outputs is not None:
         return frontier(outputs), False
     return node, node is not None

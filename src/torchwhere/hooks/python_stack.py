@@ -12,9 +12,10 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -163,9 +164,11 @@ class Stack:
     # of the innermost frame that has a DDP `bucket` or ZeRO `params` as argument
     variables: dict[str, Any] | None = None
 
-    def stored_line(self, *, folder: str) -> str:
-        """The user's line and the framework's line, as a box stores them."""
-        line, framework_line = shortened(self.file or "?", self.line, folder=folder), None
+    def stored_line(self, *, folder: str) -> str | None:
+        """The user's line and the framework's line, as a box stores them; None without a line."""
+        if self.file is None:
+            return None
+        line, framework_line = shortened(self.file, self.line, folder=folder), None
         if self.framework is not None:
             file, number, function = self.framework
             framework_line = f"{framework_path(file)}:{number} {function}"
@@ -210,11 +213,18 @@ def is_framework(code: CodeType) -> bool:
     return _kind(code.co_filename) == _FRAMEWORK
 
 
-def frames_to_user(frame: FrameType | None) -> list[FrameType] | None:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def frames_to_user(start: FrameType | None) -> list[FrameType] | None:
     """The frames that `read` passes, including the one of the user's own code; None if it finds a
     compiled graph, or no such frame."""
     frames = []
-    while frame is not None:
+    for frame in outwards(start):
         key = id(frame.f_code)
         facts = _facts[key] if key in _facts else _facts_of(frame.f_code)
         frames.append(frame)
@@ -222,7 +232,6 @@ def frames_to_user(frame: FrameType | None) -> list[FrameType] | None:
             return None
         if facts is not None and facts.kind == _USER:
             return frames
-        frame = frame.f_back
     return None
 
 
@@ -254,7 +263,7 @@ def _add(stack: Stack, facts: _Facts, frame: FrameType) -> None:
         stack.graph = facts.graph
 
 
-def graph_around(frame: FrameType | None) -> str | None:
+def graph_around(start: FrameType | None) -> str | None:
     """The compiled graph that called this frame, also through code of the user, such as a custom
     op.
 
@@ -262,7 +271,7 @@ def graph_around(frame: FrameType | None) -> str | None:
     the graph itself must be on the stack.
     """
     is_in_graph = False
-    while frame is not None:
+    for frame in outwards(start):
         code = frame.f_code
         is_in_graph = (
             is_in_graph
@@ -272,7 +281,6 @@ def graph_around(frame: FrameType | None) -> str | None:
         facts = _facts[id(code)] if id(code) in _facts else _facts_of(code)
         if is_in_graph and facts is not None and facts.graph is not None:
             return facts.graph
-        frame = frame.f_back
     return None
 
 
@@ -301,13 +309,12 @@ def read_traceback(traceback: TracebackType | None) -> Stack:
     """The innermost line of the user's own code in a traceback, and the innermost frame of a
     framework that it has called."""
     stack = Stack()
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    for frame, line in walk_tb(traceback):
+        code = frame.f_code
         if is_users(code.co_filename):
-            stack = Stack(code.co_filename, traceback.tb_lineno)
+            stack = Stack(code.co_filename, line)
         elif is_framework(code):
-            stack.framework = _framework_frame(code, traceback.tb_lineno)
-        traceback = traceback.tb_next
+            stack.framework = _framework_frame(code, line)
     return stack
 
 

@@ -9,10 +9,11 @@ import signal
 import sys
 import time
 from io import FileIO
+from itertools import islice
 from pathlib import Path
-from types import FrameType
 
 from torchwhere.blackbox.file_names import STACK_IN_MEMORY, STALL_MARK
+from torchwhere.hooks.python_stack import outwards
 from torchwhere.native.load import NativeExtension
 
 _MOST_FRAMES = 64
@@ -32,14 +33,12 @@ class StallStackFile:
 
     def write(self, thread: int) -> None:
         """Write the stack of the thread with this ident. Any thread may call this."""
-        frame: FrameType | None = sys._current_frames().get(thread)
         lines = [f"{STALL_MARK}{time.time_ns()}", f"Thread 0x{thread:016x}:"]
-        while frame is not None and len(lines) < _MOST_FRAMES + 2:
-            lines.append(
-                f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in'
-                f" {frame.f_code.co_name}"
-            )
-            frame = frame.f_back
+        frames = outwards(sys._current_frames().get(thread))
+        lines += [
+            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+            for frame in islice(frames, _MOST_FRAMES)
+        ]
         part = self._path.with_name(f".{self._path.name}.part")
         part.write_text("\n".join(lines) + "\n", errors="replace")
         os.replace(part, self._path)

@@ -292,13 +292,8 @@ def _dtype(dtype: Any) -> str | None:
 def _with_owners(places: Places, trail: Trail, leaves: dict[int, tuple[str, ...]]) -> Places:
     """Find the modules of the leaves from the names of their parameters, and the module of a node
     that no watch recorded from the parameters that it uses."""
-    modules = dict.fromkeys(places.modules)
-    numbers = {module: number for number, module in enumerate(modules)}
-    owned = {
-        leaf: numbers.setdefault(owner(names[0]), len(numbers))
-        for leaf, names in leaves.items()
-        if names
-    }
+    modules = Interner(places.modules)
+    owned = {leaf: modules.id_of(owner(names[0])) for leaf, names in leaves.items() if names}
     exact, inferred = CERTAINTIES.index(Certainty.EXACT), CERTAINTIES.index(Certainty.INFERRED)
     for leaf, module in owned.items():
         places.module[leaf], places.certainty[leaf] = module, exact
@@ -309,4 +304,4 @@ def _with_owners(places: Places, trail: Trail, leaves: dict[int, tuple[str, ...]
     for edge in np.flatnonzero(is_unknown_user):
         source = users[edge]
         places.module[source], places.certainty[source] = owned[int(trail.targets[edge])], inferred
-    return places._replace(modules=list(numbers))
+    return places._replace(modules=list(modules))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.layout_json import Facts
 from torchwhere.core.model_layout import FLAT
 from torchwhere.model.fsdp_states import (
@@ -54,6 +55,13 @@ def dtype_texts(dtypes: dict[str, Any]) -> Facts:
         for use, dtype in dtypes.items()
         if dtype is not None
     )
+
+
+def policy_dtypes(policy: Any, third: str) -> Facts:
+    """The dtypes of a policy for mixed precision: for parameters, for reductions, and for a third
+    use."""
+    uses = ("param", "reduce", third)
+    return dtype_texts({use: getattr(policy, f"{use}_dtype", None) for use in uses})
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
@@ -101,9 +109,7 @@ def fsdp2_facts(state: Any, group: Any, meshes: Meshes) -> dict[str, Any]:
             "Shard(0)" if dim == info.shard_mesh_dim else "Replicate()"
             for dim in range(info.mesh.ndim)
         ),
-        "dtypes": dtype_texts(
-            {use: getattr(policy, f"{use}_dtype", None) for use in ("param", "reduce", "output")}
-        ),
+        "dtypes": policy_dtypes(policy, "output"),
         "reshard": None if is_replicating(state) else _fsdp2_reshard(state, group),
         "offload": _fsdp2_offload(group.offload_policy),
         "padding_bytes": sum(_fsdp2_padding(managed) for managed in group.fsdp_params),
@@ -183,7 +189,6 @@ def fsdp1_facts(state: Any, meshes: Meshes) -> dict[str, Any]:
         if outer is not None
         else [("", state.process_group)]
     )
-    uses = {use: getattr(precision, f"{use}_dtype", None) for use in ("param", "reduce", "buffer")}
     reshard: str | None = "after backward"
     if strategy == "NO_SHARD":
         reshard = None
@@ -194,7 +199,7 @@ def fsdp1_facts(state: Any, meshes: Meshes) -> dict[str, Any]:
         if device_mesh is None
         else meshes.of_mesh(device_mesh),
         "placements": (inner,) if outer is None else ("Replicate()", inner),
-        "dtypes": dtype_texts(uses),
+        "dtypes": policy_dtypes(precision, "buffer"),
         "reshard": reshard,
         "offload": "cpu" if state.cpu_offload.offload_params else None,
         "settings": (("strategy", strategy), ("use_orig_params", bool(state._use_orig_params))),
@@ -281,10 +286,7 @@ def _managed(module: nn.Module, handles: dict[int, Any]) -> dict[int, list[str]]
         owners = [
             fsdp2_owners(managed) for group in fsdp2_groups(state) for managed in group.fsdp_params
         ]
-    names: dict[int, list[str]] = {}
-    for (holder, name), *_aliases in owners:
-        names.setdefault(id(holder), []).append(name)
-    return names
+    return grouped((id(holder), name) for (holder, name), *_aliases in owners)
 
 
 def class_name(module: nn.Module) -> str:

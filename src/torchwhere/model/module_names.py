@@ -171,7 +171,7 @@ class NameTable:
     def set_provisional(self, module: nn.Module, name: str) -> None:
         """Store the name that a module has until a walk finds its name."""
         if self._unfinished:
-            self._alive.get(id(module)) or self._refer(module)
+            self._ref_of(module)
             self._provisional[id(module)] = name
 
     def complete(self) -> None:
@@ -225,10 +225,8 @@ class NameTable:
         key = id(module)
         if self._provisional and self._provisional.pop(key, name) != name:
             self.on_renamed(module)
-        names, ref = self.modules.get(key), self._alive.get(key)
-        if ref is None:
-            ref = self._refer(module)
-        elif names is not None and self._has_dropped and _is_out_of_date(ref):
+        names, ref = self.modules.get(key), self._ref_of(module)
+        if names is not None and self._has_dropped and _is_out_of_date(ref):
             self._forget_tensors(ref)
             names = None
         if names is None:
@@ -237,10 +235,12 @@ class NameTable:
             names.append(name)
         return ref
 
-    def _refer(self, module: nn.Module) -> _ModuleRef:
-        """Refer to a module weakly: its id is valid only while it lives."""
-        ref = self._alive[id(module)] = _ModuleRef(module, self._on_death)
-        ref.key, ref.root, ref.tensors = id(module), None, []
+    def _ref_of(self, module: nn.Module) -> _ModuleRef:
+        """The weak reference to a module: its id is valid only while it lives."""
+        ref = self._alive.get(id(module))
+        if ref is None:
+            ref = self._alive[id(module)] = _ModuleRef(module, self._on_death)
+            ref.key, ref.root, ref.tensors = id(module), None, []
         return ref
 
     def _name_tensors(self, module: nn.Module, ref: _ModuleRef, start: str) -> None:
@@ -318,7 +318,7 @@ class NameTable:
             names = self.names_so_far(module)
             if not names:
                 self._foreign.add(id(module))
-                self._alive.get(id(module)) or self._refer(module)
+                self._ref_of(module)
         return names
 
     def known_param_names(self, param: torch.Tensor) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import compress, islice, repeat
 from operator import is_, length_hint
 
@@ -26,18 +27,16 @@ _MOST_COMPARED = 6_000  # modules
 _MOST_OPENED = 1_000  # modules whose children are compared
 
 
+@dataclass(slots=True, eq=False)
 class _Level:
     """A module whose children are being visited."""
 
-    __slots__ = ("is_last", "keys", "module", "name", "taken", "wrapped")
-
-    def __init__(self, module: nn.Module, name: str, wrapped: str | None) -> None:
-        self.module = weakref.ref(module)
-        self.name = name
-        self.wrapped = wrapped  # the key of the child that has the same name
-        self.keys: Iterator[str] = iter(())  # of the children to visit next
-        self.taken = 0  # the number of keys taken so far
-        self.is_last = False  # whether these are all keys
+    module: weakref.ref[nn.Module]
+    name: str
+    wrapped: str | None  # the key of the child that has the same name
+    keys: Iterator[str]  # of the children to visit next
+    taken: int = 0  # the number of keys taken so far
+    is_last: bool = False  # whether these are all keys
 
     @property
     def is_over(self) -> bool:
@@ -111,7 +110,7 @@ class ModuleWalk:
         cls = type(module)
         if cls not in self._wrapped_keys:
             self._wrapped_keys[cls] = wrapped_key(cls)
-        self._levels.append(_Level(module, name, self._wrapped_keys[cls]))
+        self._levels.append(_Level(weakref.ref(module), name, self._wrapped_keys[cls], iter(())))
         return True
 
 

@@ -204,10 +204,8 @@ def facts(
     flat_name: str | None = None,
 ) -> ParameterFacts:
     """Describe a tensor. `names[0]` is the name that is shown; the others are aliases."""
-    held_by_unit = part.held if part is not None else None
-    shape, local_shape = (
-        shapes(tensor) if held_by_unit is None else (held_by_unit.shape, held_by_unit.local_shape)
-    )
+    held = part.held if part is not None else None
+    shape, local_shape = shapes(tensor) if held is None else (held.shape, held.local_shape)
     is_itself_flat = is_flat(tensor) and flat_name is None
     return ParameterFacts(
         name=names[0],

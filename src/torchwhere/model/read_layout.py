@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from torchwhere.model.fsdp import RESHARD_UNDECIDED, HeldParam, class_name
 from torchwhere.model.meshes import Meshes, placement_texts
 from torchwhere.model.module_walk import child_name, walk
 from torchwhere.model.units import Manager
-from torchwhere.model.wrappers import innermost, wrapped
+from torchwhere.model.wrappers import innermost, inwards
 
 # Levels of modules in a layout. Its data is nested like the modules, and Python's recursion limit
 # is 1000 calls.
@@ -51,22 +52,15 @@ def layout(model: Any) -> Layout:
     Example:
         >>> print(torchwhere.layout(model))
     """
-    models = _models(model)
-    names = [
-        "",
-        *(
-            f"<stage {stage.stage_index}>" if stage else f"<{class_name(innermost(thing))}>"
-            for thing, stage in models[1:]
-        ),
-    ]
-    times = [names[:at].count(name) for at, name in enumerate(names)]
-    names = [
-        f"{name[:-1]}#{before + 1}>" if before else name
-        for name, before in zip(names, times, strict=True)
-    ]
-    return layout_of(
-        [(name, thing, stage) for name, (thing, stage) in zip(names, models, strict=True)]
-    )
+    first, *others = _models(model)
+    models = [("", *first)]
+    times: Counter[str] = Counter()
+    for other, stage in others:
+        name = f"stage {stage.stage_index}" if stage else class_name(innermost(other))
+        times[name] += 1
+        number = f"#{times[name]}" if times[name] > 1 else ""
+        models.append((f"<{name}{number}>", other, stage))
+    return layout_of(models)
 
 
 def _models(model: Any) -> list[tuple[nn.Module, Any]]:
@@ -175,10 +169,8 @@ class _Walk:
     def _managers(self, module: nn.Module) -> list[Manager]:
         """The units that begin at a module or at the wrappers around it, outermost first."""
         managers: list[Manager] = []
-        inner: nn.Module | None = module
-        while inner is not None:
-            managers += units.managers_at(inner, self._meshes)
-            inner = wrapped(inner)
+        for part in inwards(module):
+            managers += units.managers_at(part, self._meshes)
         return managers
 
     def _enter(
@@ -291,7 +283,7 @@ class TreeFolder:
         self._nodes: dict[object, Node] = {}
 
     def node(self, cls: str, *, children: Iterable[tuple[str, Node]], **facts: Any) -> Node:
-        folded = tuple(_folded(children))
+        folded = _folded(children)
         key = (cls, *sorted(facts.items()), tuple((b.name, b.count, id(b.node)) for b in folded))
         node = self._nodes.get(key)
         if node is None:
@@ -299,17 +291,15 @@ class TreeFolder:
         return node
 
 
-def _folded(children: Iterable[tuple[str, Node]]) -> Iterator[Branch]:
-    run: Branch | None = None
+def _folded(children: Iterable[tuple[str, Node]]) -> tuple[Branch, ...]:
+    branches: list[Branch] = []
     for name, node in children:
+        run = branches[-1] if branches else None
         if run is not None and run.node is node and _follows(run, name):
-            run = Branch(run.name, node, run.count + 1)
-            continue
-        if run is not None:
-            yield run
-        run = Branch(name, node)
-    if run is not None:
-        yield run
+            branches[-1] = Branch(run.name, node, run.count + 1)
+        else:
+            branches.append(Branch(name, node))
+    return tuple(branches)
 
 
 def _follows(run: Branch, name: str) -> bool:

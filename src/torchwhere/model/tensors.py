@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +22,13 @@ WeakSlot = tuple[weakref.ref[Any], str]  # a module, and the key under which it 
 _NONE: list[str] = []
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """The names of one tensor, and the slot for each name."""
 
-    __slots__ = ("managed", "names", "slots")
-
-    def __init__(self, names: list[str], slots: list[WeakSlot]) -> None:
-        self.names = names
-        self.slots = slots
-        self.managed: Managed | None = None
+    names: list[str]
+    slots: list[WeakSlot]
+    managed: Managed | None = None
 
     def keep_only(self, indexes: Iterable[int]) -> None:
         chosen = list(indexes)
@@ -111,9 +110,8 @@ class TensorNames:
         for tensor in managed.tensors():
             if tensor is not None:
                 if not self.of(tensor):
-                    self._entries[id(tensor)] = _Entry(
-                        *map(list, zip(*dict(named).items(), strict=True))
-                    )
+                    slots = dict(named)
+                    self._entries[id(tensor)] = _Entry(list(slots), list(slots.values()))
                 self._entries[id(tensor)].managed = managed
                 ids.append(id(tensor))
         return ids

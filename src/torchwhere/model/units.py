@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.model_layout import FLAT, Unit
 from torchwhere.model.fsdp import (
     HeldParam,
@@ -28,6 +29,7 @@ from torchwhere.model.fsdp import (
     fsdp2_facts,
     fsdp2_params,
     is_replicating,
+    policy_dtypes,
 )
 from torchwhere.model.fsdp_states import fsdp2_groups, fsdp2_state, is_fsdp1
 from torchwhere.model.meshes import Meshes
@@ -137,10 +139,7 @@ def _fsdp2(state: Any, meshes: Meshes) -> Iterator[Manager]:
 def _fsdp1(wrapper: Any, meshes: Meshes) -> Manager:
     facts = fsdp1_facts(wrapper, meshes)
     params = fsdp1_params(wrapper, facts["mesh"], facts["placements"])
-    removed: dict[int, list[str]] = {}
-    for module, name in params:
-        removed.setdefault(module, []).append(name)
-    return Manager("FSDP1", _find_among(params), facts, removed=removed)
+    return Manager("FSDP1", _find_among(params), facts, removed=grouped(params))
 
 
 def _ddp(module: nn.Module, meshes: Meshes) -> Manager | None:
@@ -171,9 +170,7 @@ def _ddp_manager(ddp: Any, ignored: set[int], meshes: Meshes) -> Manager:
     facts = {
         "mesh": mesh,
         "placements": ("Replicate()",),
-        "dtypes": dtype_texts(
-            {use: getattr(precision, f"{use}_dtype", None) for use in ("param", "reduce", "buffer")}
-        ),
+        "dtypes": policy_dtypes(precision, "buffer"),
         "settings": (
             ("bucket_cap_mb", round(ddp.bucket_bytes_cap / 2**20, 3)),
             *(

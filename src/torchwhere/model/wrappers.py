@@ -47,6 +47,14 @@ def wrapped(module: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
+def inwards(module: nn.Module) -> Iterator[nn.Module]:
+    """A module, and the modules that it wraps, from the outside to the inside."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        yield inner
+        inner = wrapped(inner)
+
+
 def innermost(module: nn.Module) -> nn.Module:
     """The user's own module, inside all wrappers."""
     while (inner := wrapped(module)) is not None:
@@ -70,9 +78,12 @@ def live_objects(cls: type) -> Iterator[Any]:
 # The search visits every object that the garbage collector tracks. It is slow, so no hook uses it.
 
 
-def topmost(module: nn.Module, *, most: int = 32) -> nn.Module:
-    """The outermost module that contains `module`, at most `most` levels above it."""
-    for _ in range(most):
+_MOST_LEVELS = 32
+
+
+def topmost(module: nn.Module) -> nn.Module:
+    """The outermost module that contains `module`, at most 32 levels above it."""
+    for _ in range(_MOST_LEVELS):
         parent = _parent(module)
         if parent is None:
             return module

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -19,17 +18,13 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _NO_DEVICE = ("", "-1")
 
 
-class _Variable(NamedTuple):
-    names: tuple[str, ...]  # the current one first
-    value: str
-
-
+# for each variable its names, the current one first, and the value
 _VARIABLES = (
     # shows which collectives the device has started
-    _Variable(("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"), "1"),
+    (("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"), "1"),
     # newer versions of torch have these two values as defaults
-    _Variable(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
-    _Variable(("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+    (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+    (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
 )
 _DUMP = "flight_recorder_rank_"  # torch appends the rank; the doctor finds these names in a run
 
@@ -57,11 +52,11 @@ def missing_variables(
 ) -> dict[str, str]:
     """The variables that an environment lacks, with their values."""
     prefix = os.path.join(os.path.abspath(out), _DUMP)
-    dump = _Variable(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
+    dump = (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix)
     return {
-        variable.names[0]: variable.value
-        for variable in (*_VARIABLES, dump)
-        if not any(name in environment for name in variable.names)
+        names[0]: value
+        for names, value in (*_VARIABLES, dump)
+        if not any(name in environment for name in names)
     }
 
 

@@ -6,7 +6,6 @@ share: the step and the rank. `collectives.py` records collectives, `hooks/phase
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -20,13 +19,16 @@ from torchwhere.blackbox.file_format import (
     CURSOR_STEP,
     CURSOR_THREAD,
     CURSOR_TIME,
+    FLAG_INFERRED,
+    FLAG_UNKNOWN,
+    NO_CALL,
     EntryType,
 )
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.errors import described
 from torchwhere.core.events import TEXT_FIELD, Kind
-from torchwhere.core.place import Place
+from torchwhere.core.place import Certainty, Pass, Place, line_fields
 from torchwhere.hooks import _torch, compilation, compiled_graphs, python_stack
 from torchwhere.hooks.exceptions import NOTE_START, is_of_device
 from torchwhere.hooks.fast_path import FastPath, PythonFastPath
@@ -237,7 +239,7 @@ class Recorder:
             self.fast_path.learn_name(name, entry)
         return line, graph
 
-    def set_step(self, step: int, *, called_at: LineAndGraph | None = None) -> None:
+    def set_step(self, step: int, *, called_at: LineAndGraph | None) -> None:
         """Record the end of a step and the start of the next one.
 
         Both records have one place: reading the stack takes longer than writing both.
@@ -281,9 +283,7 @@ class Recorder:
         self, error: BaseException, track: Track, place_ids: PlaceIds, line: str | None
     ) -> None:
         """Record an exception of the job, and add a note with its place to it."""
-        place = self.locator.place_of_ids(
-            place_ids, track, rank=self.rank, step=self.step, line=line
-        )
+        place = self._place(place_ids, track, line)
         last = self._last_collectives()
         collectives = f"last collectives: {', '.join(last)}" if last else "no collective so far"
         error.add_note(f"{NOTE_START}{place}; {collectives}")
@@ -299,9 +299,7 @@ class Recorder:
         that it accumulates into."""
         track = self._here()
         place_ids = self.locator.place_ids_of_node(node, track)
-        return self.locator.place_of_ids(
-            place_ids, track, rank=self.rank, step=self.step, line=None
-        )
+        return self._place(place_ids, track, None)
 
     def device_place(self, cpu: Place) -> DevicePlace:
         """Return where the device of this process is, beside the place of its CPU.
@@ -312,11 +310,31 @@ class Recorder:
 
     def place(self, frame: FrameType | None) -> Place:
         """Return the place of the calling thread."""
-        place = self.locator.place(
-            self.locator.threads.here(), frame, rank=self.rank, step=self.step
+        track, stack = self._here(), python_stack.read(frame)
+        return self._place(
+            self.locator.place_ids(track),
+            track,
+            stack.stored_line(folder=self.locator.folder),
+            stack.graph or self._graph_around(frame),
         )
-        graph = place.graph or self._graph_around(frame)
-        return place if graph == place.graph else dataclasses.replace(place, graph=graph)
+
+    def _place(
+        self, place_ids: PlaceIds, track: Track, line: str | None, graph: str | None = None
+    ) -> Place:
+        text_of = self.locator.text_of
+        module = text_of(place_ids.module) if place_ids.module else None
+        return Place(
+            rank=self.rank,
+            step=self.step,
+            pass_=Pass(place_ids.pass_).label,
+            module=module,
+            call=None if module is None or place_ids.call == NO_CALL else place_ids.call,
+            **line_fields(line),
+            graph=graph,
+            thread=track.name,
+            certainty=_certainty(place_ids.flags),
+            param=text_of(place_ids.param) if place_ids.param else None,
+        )
 
     def _graph_around(self, frame: FrameType | None) -> str | None:
         """Return the graph that is compiled or runs here. Only its node identifies a compiled
@@ -328,3 +346,9 @@ class Recorder:
             or compiled_graphs.backward_graph(self._node())
             or python_stack.graph_around(frame)
         )
+
+
+def _certainty(flags: int) -> Certainty:
+    if flags & FLAG_UNKNOWN:
+        return Certainty.UNKNOWN
+    return Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from types import FrameType
 
 from torchwhere.blackbox.file_format import MODULE_SHIFT, EntryType, pass_of
@@ -67,22 +68,19 @@ class StackSampler:
             self._box.clock.part,
         )
 
-    def _frames(self, frame: FrameType | None) -> tuple[int, int]:
+    def _frames(self, start: FrameType) -> tuple[int, int]:
         """The ids of the innermost frame of the user, and of the innermost frame of a library that
         it has called; 0 without such a frame.
 
         Reads no variables of a frame: that could keep tensors of the job alive.
         """
         library = 0
-        for _ in range(_MOST_FRAMES):
-            if frame is None:
-                break
+        for frame in islice(python_stack.outwards(start), _MOST_FRAMES):
             file = frame.f_code.co_filename
             if python_stack.is_users(file):
                 return self._id(frame), library
             if not library and not python_stack.is_torchs(file):
                 library = self._id(frame)
-            frame = frame.f_back
         return 0, library
 
     def _id(self, frame: FrameType) -> int:
