@@ -22,8 +22,7 @@ import torchwhere
 from models import Model, batch
 from rank_pool import Pool
 from torchwhere.core.place import Certainty
-from torchwhere.model.graph_walk import nodes_of, roots_of, walk
-from torchwhere.model.saved_tensors import is_freed
+from torchwhere.model.graph_walk import is_freed, nodes_of, roots_of, walk
 from warm_python import WarmPython
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torchwhere.hooks import _torch
 from torchwhere.model.bytecode import graph_name
+from torchwhere.model.wrappers import enclosed
 
 _MOST_LOOKED_AT = 500  # objects around a compiled function
 _UNKNOWN = "?"
@@ -78,23 +79,12 @@ def _around(function: Any) -> Iterator[Any]:
             continue
         visited.add(id(thing))
         yield thing
-        held = [
-            cell.cell_contents
-            for cell in getattr(thing, "__closure__", None) or ()
-            if _is_filled(cell)
-        ]
+        held = list(enclosed(thing))
         held += [
             getattr(thing, name, None)
             for name in ("__wrapped__", "__self__", "compiled_fn", "_boxed_call")
         ]
         pending += [value for value in held if callable(value)]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def order_of(compile_id: str) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ The marks need the native extension. Without it, the progress of the device is u
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 
 from torchwhere.blackbox.writer import BoxWriter
 
-_REACHED, _DONE = range(2)  # `Point` in device_progress.h
+REACHED, DONE = range(2)  # `Point` in device_progress.h
 
 
 class ReplayMark(NamedTuple):
@@ -88,15 +87,10 @@ class DeviceHook:
             if self._native is not None:
                 self._native.device_ready()
 
-    def reach_replay(self, mark: ReplayMark) -> None:
-        """Mark a replay that is about to be launched."""
+    def mark_replay(self, mark: ReplayMark, point: int) -> None:
+        """Mark a replay that is about to be launched (`REACHED`), or its end (`DONE`)."""
         if self._native is not None:
-            self._native.device_mark(*mark, _REACHED)
-
-    def finish_replay(self, mark: ReplayMark) -> None:
-        """Mark the end of a replay that was launched."""
-        if self._native is not None:
-            self._native.device_mark(*mark._replace(t_ns=time.monotonic_ns()), _DONE)
+            self._native.device_mark(*mark, point)
 
     def step(self, place: int, record: int) -> None:
         """Mark the start of a step. `record` is the number of its record."""

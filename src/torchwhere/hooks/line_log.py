@@ -142,9 +142,8 @@ def begin(frame: FrameType | None) -> bool:
         if sys.gettrace() is not None:
             return False
         log = _logs.get(threading.get_ident())
-        sequence_nr = _torch.private("sequence_nr")
         # a new thread may have the ident of an ended one
-        if log is None or (sequence_nr is not None and sequence_nr() < log.end):
+        if log is None or _torch.getter("sequence_nr", 0)() < log.end:
             log = _logs[threading.get_ident()] = LineLog()
         _local.tracer = LineTracer(log)
         _local.tracer.start(frame)

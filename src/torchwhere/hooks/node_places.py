@@ -21,8 +21,7 @@ from torchwhere.core.place import Certainty, Pass
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.threads import LOG_LENGTH, LOG_MASK, Track
 from torchwhere.model.backward_graph import CERTAINTIES, Places
-from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, roots_of, walk
-from torchwhere.model.saved_tensors import holds_saved
+from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, holds_saved, roots_of, walk
 
 _INFERRED, _EXACT = CERTAINTIES.index(Certainty.INFERRED), CERTAINTIES.index(Certainty.EXACT)
 

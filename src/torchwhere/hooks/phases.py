@@ -120,7 +120,7 @@ class PhaseRecorder:
         # reentrant: a finalizer or a signal handler may have phases of its own
         self._lock = threading.RLock()
         # the root of the main thread's phases counts the steps
-        self.steps = self._node((), ENDED, _type_of_steps(box.native))
+        self.steps = self._node(box, (), ENDED, _type_of_steps(box.native))
         self._elsewhere = PythonPhaseNode((), 0)
         self._nodes = {PhaseKey((), True): self.steps}
         self._lines: dict[tuple[int, int], tuple[int, int]] = {}
@@ -155,9 +155,9 @@ class PhaseRecorder:
             else:
                 outer, around = None, self.steps if track.name == "MainThread" else self._elsewhere
             node = around.inner.get(name) or self._add_node(
-                around, name, is_main=track.name == "MainThread"
+                box, around, name, is_main=track.name == "MainThread"
             )
-            place_ids, (line, graph) = locator.place_ids(track), self._line(locator, frame)
+            place_ids, (line, graph) = locator.place_ids(track), self._line(box, locator, frame)
             entry = node.entry if node.name == name else box.intern(EntryType.PHASE, name)
             now, words = monotonic_ns(), box.words
             part = PART_BY_NAME.get(name)
@@ -242,7 +242,7 @@ class PhaseRecorder:
             words[at + 2] = total_ns
             words[at + 3] = node.max_ns
 
-    def _line(self, locator: Locator, frame: FrameType | None) -> tuple[int, int]:
+    def _line(self, box: BoxWriter, locator: Locator, frame: FrameType | None) -> tuple[int, int]:
         """Line and graph. If the caller is the user's own code, both are cached by its
         instruction."""
         code = frame.f_code if frame is not None else None
@@ -250,11 +250,7 @@ class PhaseRecorder:
         line_and_graph = self._lines.get(key)
         if line_and_graph is None:
             looked = python_stack.read(frame)
-            graph = (
-                self._box.intern(EntryType.GRAPH, looked.graph)
-                if looked.graph and self._box is not None
-                else 0
-            )
+            graph = box.intern(EntryType.GRAPH, looked.graph) if looked.graph else 0
             line_and_graph = locator.line_id(looked), graph
             if code is not None and code.co_filename == looked.file and looked.graph != "?":
                 if len(self._lines) >= _MOST_LINES:
@@ -266,7 +262,9 @@ class PhaseRecorder:
 
     # -- nodes -------------------------------------------------------------------------------------
 
-    def _add_node(self, around: PhaseNode, name: str, *, is_main: bool) -> PhaseNode:
+    def _add_node(
+        self, box: BoxWriter, around: PhaseNode, name: str, *, is_main: bool
+    ) -> PhaseNode:
         """The node of a new phase. If a program has too many names, all further phases share one
         node."""
         with self._lock:
@@ -275,18 +273,19 @@ class PhaseRecorder:
                 path = (*around.path, name) if len(self._nodes) < MOST_PATHS - 2 else (OTHERS,)
                 key = PhaseKey(path, is_main)
                 node = self._nodes.get(key) or self._nodes.setdefault(
-                    key, self._node(path, ENDED if is_main else ENDED_ELSEWHERE)
+                    key, self._node(box, path, ENDED if is_main else ENDED_ELSEWHERE)
                 )
                 if path[-1] == name:
                     around.inner[name] = node
             return node
 
     def _node(
-        self, path: tuple[str, ...], which: int, node_type: type[PhaseNode] = PythonPhaseNode
+        self,
+        box: BoxWriter,
+        path: tuple[str, ...],
+        which: int,
+        node_type: type[PhaseNode] = PythonPhaseNode,
     ) -> PhaseNode:
-        box = self._box
-        if box is None:
-            return PythonPhaseNode(path, 0)
         lock = None if which == ENDED else self._lock
         node = node_type(path, box.intern(EntryType.PHASE, path[-1]) if path else 0, lock)
         entry = box.intern(EntryType.PHASE_PATH, json.dumps(path))

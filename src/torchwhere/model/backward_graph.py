@@ -19,9 +19,15 @@ from numpy.typing import NDArray
 from torchwhere.core.grouping import Interner
 from torchwhere.core.place import Certainty
 from torchwhere.core.results import Tabular
-from torchwhere.model.graph_walk import ACCUMULATE_GRAD_SEQ, Numbers, Trail, is_leaf, sources
+from torchwhere.model.graph_walk import (
+    ACCUMULATE_GRAD_SEQ,
+    Numbers,
+    Trail,
+    is_freed,
+    is_leaf,
+    sources,
+)
 from torchwhere.model.module_names import owner
-from torchwhere.model.saved_tensors import is_freed
 from torchwhere.render import graph as views
 
 CERTAINTIES = (Certainty.UNKNOWN, Certainty.INFERRED, Certainty.EXACT)

@@ -26,7 +26,7 @@ from torchwhere.model.fsdp import RESHARD_UNDECIDED, HeldParam, class_name
 from torchwhere.model.meshes import Meshes, placement_texts
 from torchwhere.model.module_walk import child_name, walk
 from torchwhere.model.units import Manager
-from torchwhere.model.wrappers import innermost, inwards
+from torchwhere.model.wrappers import enclosed, innermost, inwards
 
 # Levels of modules in a layout. Its data is nested like the modules, and Python's recursion limit
 # is 1000 calls.
@@ -314,7 +314,7 @@ def plan_of(module: nn.Module) -> str:
         return ""
     layouts: dict[str, list[str]] = {}  # by style: of the inputs, and of the outputs
     for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
-        for value in _enclosed(hook):
+        for value in enclosed(hook):
             if isinstance(value, functools.partial) and value.func.__name__ in (
                 "_prepare_input_fn",
                 "_prepare_output_fn",
@@ -327,14 +327,6 @@ def plan_of(module: nn.Module) -> str:
         f"{style}: {' to '.join(filter(None, texts))}".rstrip(": ")
         for style, texts in layouts.items()
     )
-
-
-def _enclosed(hook: Any) -> Iterator[Any]:
-    for cell in getattr(hook, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue
 
 
 def _layout_text(layout: Any) -> str:

@@ -249,9 +249,7 @@ def zero(stage: int, optimizer: Any, param: Any, meshes: Meshes, dtypes: dict[st
     groups = getattr(optimizer, "real_dp_process_group", None) or [
         getattr(param, "ds_process_group", None)
     ]
-    mesh = meshes.of_groups(
-        [("", groups[0] or (dist.group.WORLD if dist.is_initialized() else None))]
-    )
+    mesh = meshes.of_groups([("", groups[0] or _world())])
     masters = _masters(optimizer)
     dtypes = {
         "param": getattr(param, "dtype", None),
@@ -271,6 +269,10 @@ def zero(stage: int, optimizer: Any, param: Any, meshes: Meshes, dtypes: dict[st
     return Manager(
         f"ZeRO-{stage}" if stage else "DeepSpeed", _replicated(mesh, set(), meshes), facts
     )
+
+
+def _world() -> Any:
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _masters(optimizer: Any) -> list[Any]:
@@ -339,8 +341,7 @@ def stage_around(module: nn.Module) -> Any:
 
 
 def stage_manager(stage: Any, meshes: Meshes) -> Manager:
-    group = stage.group or (dist.group.WORLD if dist.is_initialized() else None)
-    return _stage_manager(stage.stage_index, stage.num_stages, group, meshes)
+    return _stage_manager(stage.stage_index, stage.num_stages, stage.group or _world(), meshes)
 
 
 def _stage_manager(index: int, count: int, group: Any, meshes: Meshes) -> Manager:

@@ -7,6 +7,7 @@ imported.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,13 @@ def loaded_class(module: str, name: str) -> Any:
     """A class, if the job has imported its module. Otherwise an empty tuple, which `isinstance`
     takes for a class without objects."""
     return getattr(sys.modules.get(module), name, ())
+
+
+def enclosed(function: Any) -> Iterator[Any]:
+    """The values of the closure of a function, without those that are not set yet."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
 
 
 def live_objects(cls: type) -> Iterator[Any]:

@@ -143,7 +143,7 @@ class CollectiveRecorder:
         line = self._line_of_backward(track, place_ids)
         is_mark_due = self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
         if self._native is not None and bucket.place_ids is not None:
-            self._teach(bucket, bucket.call, bucket.place_ids)
+            self._teach(bucket)
         return is_mark_due
 
     def _record(
@@ -273,8 +273,9 @@ class CollectiveRecorder:
 
     # -- buckets of DDP ----------------------------------------------------------------------------
 
-    def _teach(self, bucket: Bucket, call: CollectiveCall, place_ids: PlaceIds) -> None:
+    def _teach(self, bucket: Bucket) -> None:
         """Let the native extension record the next all-reduces of this bucket by itself."""
+        call, place_ids = bucket.call, bucket.place_ids
         label = (call.op.name, call.group.title)
         if label not in self._labels:
             self._labels.append(label)

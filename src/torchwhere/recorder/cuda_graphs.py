@@ -19,7 +19,7 @@ from torchwhere.core.events import Kind
 from torchwhere.core.place import line_text
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.cuda_graphs import CapturedGraph, CudaGraphs
-from torchwhere.hooks.device import DeviceHook, ReplayMark
+from torchwhere.hooks.device import DONE, REACHED, DeviceHook, ReplayMark
 from torchwhere.hooks.error_limiter import log
 from torchwhere.hooks.locate import PlaceIds
 from torchwhere.recorder.collectives import CollectiveRecorder
@@ -122,13 +122,13 @@ class CudaGraphRecorder:
             for counter, total in (totals or {-1: 0}).items()
         ]
         for mark in marks:
-            self._device.reach_replay(mark)
+            self._device.mark_replay(mark, REACHED)
         return marks if totals else []
 
     def replayed(self, marks: list[ReplayMark]) -> None:
         """Mark the end of a replay that was launched."""
         for mark in marks:
-            self._device.finish_replay(mark)
+            self._device.mark_replay(mark._replace(t_ns=time.monotonic_ns()), DONE)
 
     def _warn(self) -> None:
         if self._has_warned:
