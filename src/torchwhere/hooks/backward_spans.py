@@ -95,7 +95,8 @@ class BackwardSpans:
         for node in nodes:
             seq = node._sequence_nr()
             if node in will_run and seq != ACCUMULATE_GRAD_SEQ:
-                span = self._span_of(seq)
+                made = self._made_by(seq, self._track)
+                span = self._span(made) if made is not None else None
                 self._count(node, span)
                 for following in edges[node]:
                     if following._sequence_nr() == ACCUMULATE_GRAD_SEQ and following in will_run:
@@ -105,10 +106,6 @@ class BackwardSpans:
         for node, (_, span) in last_users.items():
             self._count(node, span)
         return bool(self._nodes)
-
-    def _span_of(self, seq: int) -> Span | None:
-        made = self._made_by(seq, self._track)
-        return self._span(made) if made is not None else None
 
     def _span(self, made: Made) -> Span | None:
         """The span of a call, or of the nearest call around it that listeners followed.

@@ -19,7 +19,7 @@ from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_ON_DEVICE, FLAG_SHA
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks import python_stack as stack
-from torchwhere.hooks.ddp import Bucket
+from torchwhere.hooks.ddp import Bucket, Reducers
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.groups import WHOLE_GROUP, StreamCounter, WatchedGroup, WatchedGroups
 from torchwhere.hooks.kernels import ALL_REDUCE, Kernels, NativeAllReduce, below_backend_select
@@ -55,20 +55,19 @@ class CollectiveHook:
         self,
         box: BoxWriter,
         groups: WatchedGroups,
+        reducers: Reducers,
         *,
-        bucket_of: Callable[[torch.Tensor], Bucket | None],
         on_call: Callable[[CollectiveCall], bool],
         on_bucket: Callable[[Bucket], bool],
         on_launched: Callable[[], None],
-        turns: Any = None,
     ) -> None:
         self._box = box
         self._groups = groups
-        self._bucket_of = bucket_of
+        self._bucket_of = reducers.bucket
         self._on_call = on_call
         self._on_bucket = on_bucket
         self.on_launched = on_launched
-        self._turns = turns
+        self._turns = reducers.turns
         self._native_all_reduce: NativeAllReduce | None = None
         self._kernels: CollectiveKernels | None = None
         self.errors = ErrorLimiter("collectives", self.switch_off)
@@ -161,7 +160,8 @@ class CollectiveHook:
             self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
         )
         signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
-        device_index = _device_index(inputs or outputs)
+        tensors = inputs or outputs
+        device_index = tensors[0].get_device() if tensors else -1  # -1: on the CPU or on `meta`
         flags = (
             (FLAG_ASYNC if _is_async(op, args, looked.api) else 0)
             | (FLAG_SHADOW if looked.is_shadow else 0)
@@ -265,7 +265,7 @@ def _kernels(*, native: Any) -> CollectiveKernels:
     if left is not None and left.native is not native:
         left.remove()
         left = None
-    return left if left is not None else CollectiveKernels(native=native)
+    return left or CollectiveKernels(native=native)
 
 
 def _is_from_engine(frame: FrameType | None) -> bool:
@@ -320,11 +320,6 @@ def _splits(op: Op, args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...] | None
     if op.splits_at is None:
         return None
     return tuple(tuple(map(int, args[at])) for at in op.splits_at)
-
-
-def _device_index(tensors: list[torch.Tensor]) -> int:
-    """The index of the accelerator that has the tensors; -1: they are on the CPU or on `meta`."""
-    return tensors[0].get_device() if tensors else -1
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

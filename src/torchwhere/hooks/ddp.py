@@ -191,7 +191,7 @@ def _instance(module: nn.Module) -> nn.Module | None:
 class Reducers:
     """Finds the DDP instance and the bucket of an all-reduce in backward."""
 
-    def __init__(self, names: NameTable, native: NativeExtension | None = None) -> None:
+    def __init__(self, names: NameTable, native: NativeExtension | None) -> None:
         self._names = names
         self._make_progress: Callable[[], Any] = (
             BucketProgress if native is None else native.Buckets

@@ -77,7 +77,10 @@ class ExceptionHook:
         """`error` is leaving the autograd engine: the node that raised it is no longer running."""
         if self.active and _is_new(error):
             with self.errors:
-                self._tell(error, track, self._place_ids_in_backward(error, track, outputs))
+                place_ids = self._place_ids_of_frames(error.__traceback__, track)
+                if place_ids is None:
+                    place_ids = self._place_ids_of_frontier(outputs, track)
+                self._tell(error, track, place_ids)
 
     def _tell(self, error: BaseException, track: Track, place_ids: PlaceIds) -> None:
         raised_at = python_stack.read_traceback(error.__traceback__)
@@ -87,11 +90,6 @@ class ExceptionHook:
             raised_at = python_stack.read(python_stack.caller(1))
             raised_at.framework = framework or raised_at.framework
         self._report(error, track, place_ids, raised_at.stored_line(folder=self._locator.folder))
-
-    def _place_ids_in_backward(self, error: BaseException, track: Track, outputs: Any) -> PlaceIds:
-        return self._place_ids_of_frames(error.__traceback__, track) or self._place_ids_of_frontier(
-            outputs, track
-        )
 
     def _place_ids_of_frames(
         self, traceback: TracebackType | None, track: Track

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -94,13 +93,10 @@ class Listeners:
         locator: Locator,
         call_chains: CallChains,
         modules: ModuleHook,
-        *,
-        current_step: Callable[[], int],
     ) -> None:
         self._locator = locator
         self.call_chains = call_chains
         self._modules = modules
-        self._current_step = current_step
         self._lock = threading.Lock()
         self._all: tuple[Listener, ...] = ()
         self.of_backward: tuple[Listener, ...] = ()
@@ -212,7 +208,7 @@ class Listeners:
         )
         name = self._locator.text_of(packed >> MODULE_SHIFT) or ""
         return ModuleCall(
-            name, None if call == NO_CALL else call, Pass(pass_).label, self._current_step()
+            name, None if call == NO_CALL else call, Pass(pass_).label, self._locator.counter.step
         )
 
     # -- backward ----------------------------------------------------------------------------------

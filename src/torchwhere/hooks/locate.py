@@ -59,6 +59,7 @@ class Locator:
         self.names = names
         self.threads = threads
         self._box = box
+        self.counter = box.counter  # has the number of the current step
         self.folder = folder
         self._task_id = _torch.getter("graph_task_id", -1)
         self._node = _torch.getter("current_node")

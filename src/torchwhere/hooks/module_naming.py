@@ -19,7 +19,7 @@ from torch import nn
 
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
-from torchwhere.model.module_names import NameTable
+from torchwhere.hooks.locate import Locator
 from torchwhere.model.module_walk import ModuleWalk, child_name, children_of, name_below
 from torchwhere.model.wrappers import innermost, inwards
 
@@ -37,17 +37,14 @@ class ModuleNamer:
 
     def __init__(
         self,
-        names: NameTable,
+        locator: Locator,
         *,
-        text_of: Callable[[int], str | None],
-        current_step: Callable[[], int],
         forget: Callable[[int], None],
         forget_all: Callable[[], None],
     ) -> None:
         self.root_class = ""  # of the model whose names have no prefix
-        self._names = names
-        self._text_of = text_of
-        self._current_step = current_step
+        self._locator = locator
+        self._names = names = locator.names
         self._forget = forget  # removes the name of a module, by the id of the module
         self._forget_all = forget_all
         self._foreign = ForeignModules(names)
@@ -122,7 +119,9 @@ class ModuleNamer:
         if caller is None:
             return None
         name = self._known_name(caller)  # the caller may have another name since it was called
-        return self._name_below(caller, self._text_of(within) if name is None else name, module)
+        return self._name_below(
+            caller, self._locator.text_of(within) if name is None else name, module
+        )
 
     def _name_below(
         self, outer: nn.Module, outer_name: str | None, module: nn.Module
@@ -152,7 +151,7 @@ class ModuleNamer:
     def _name_inside(self, module: nn.Module, within: int) -> str:
         """The name of a module that another module calls and does not contain."""
         is_complete = self._names.is_complete
-        name = self._foreign.inside(module, within, self._text_of(within))
+        name = self._foreign.inside(module, within, self._locator.text_of(within))
         if not is_complete:  # it may be in a part of the model that no walk has reached
             self._names.set_provisional(module, name)
         return name
@@ -187,7 +186,7 @@ class ModuleNamer:
 
     def _search(self, model: nn.Module) -> bool:
         """Begin to search a new model. Returns whether it is the root now."""
-        with_parts = not self._current_step() and any(
+        with_parts = self._is_first_step and any(
             self._may_be_dropped(root) for _, root in self._names.roots()
         )
         if not with_parts and not self._root_is_free:
@@ -213,7 +212,7 @@ class ModuleNamer:
                 self._drop(model)
                 self._set_root(model)
                 self._names.begin_root(model, prefix="")
-            if not search.is_over and (self._root_is_free or not self._current_step()):
+            if not search.is_over and (self._root_is_free or self._is_first_step):
                 self._searches.appendleft(search)
 
     def _visit(self, search: ModelSearch, parts: Iterable[nn.Module]) -> None:
@@ -223,12 +222,16 @@ class ModuleNamer:
         A job may call a part before it builds the model. In later steps a model around the root may
         be a wrapper for evaluation on a single rank.
         """
-        model, is_first_step = search.model, not self._current_step()
+        model, is_first_step = search.model, self._is_first_step
         for part in parts:
             if is_first_step and part is not model and self._may_be_dropped(part):
                 if self._root is not None and self._root() is part:
                     self._root, search.is_trained = None, True
                 self._drop(part)
+
+    @property
+    def _is_first_step(self) -> bool:
+        return not self._locator.counter.step
 
     @property
     def _root_is_free(self) -> bool:

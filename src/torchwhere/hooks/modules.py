@@ -58,14 +58,12 @@ class ModuleHook:
         *,
         on_error: OnError,
         on_first_call: Callable[[nn.Module], None],
-        current_step: Callable[[], int],
         events: bool,
     ) -> None:
         self._box = box
         self._locator = locator
         self._on_error = on_error
         self._on_first_call = on_first_call
-        self._current_step = current_step
         self._events = events
         # The packed place of a module without a call, by its id; negative for a wrapper module.
         self._bases: dict[int, int] | IntMap = {} if box.native is None else box.native.IntMap()
@@ -73,9 +71,7 @@ class ModuleHook:
         self._wrappers: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._namer = ModuleNamer(
-            locator.names,
-            text_of=locator.text_of,
-            current_step=current_step,
+            locator,
             forget=self._forget,
             forget_all=self._bases.clear,
         )
@@ -185,7 +181,8 @@ class ModuleHook:
         )
         if box.native is not None:
             return self._make_native_wrapper(rare)
-        record = box.make_place_record(self._current_step) if self._events else None
+        counter = box.counter
+        record = box.make_place_record(lambda: counter.step) if self._events else None
         return module_calls.make_python_wrapper(
             rare,
             threads=threads,

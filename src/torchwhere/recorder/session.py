@@ -103,7 +103,7 @@ class Session:
         self._begin(model)
 
     def _make_module_hooks(self, locator: Locator, module_events: bool) -> None:
-        recorder, counter = self.recorder, self._box.counter
+        recorder = self.recorder
         self._reducers = Reducers(locator.names, self._box.native)
         self._exceptions = ExceptionHook(locator, report=self._on_exception)
         self.modules = ModuleHook(
@@ -111,12 +111,9 @@ class Session:
             locator,
             on_error=self._exceptions.in_module,
             on_first_call=self._on_first_call,
-            current_step=lambda: counter.step,
             events=module_events,
         )
-        self.listeners = Listeners(
-            locator, CallChains(locator), self.modules, current_step=lambda: counter.step
-        )
+        self.listeners = Listeners(locator, CallChains(locator), self.modules)
         steppers: set[int] = set()
         self._fast_path = recorder.fast_path = make_fast_path(
             self._box, calls=self.modules.calls, steps=self.phases.steps, steppers=steppers
@@ -145,11 +142,10 @@ class Session:
         self._collective_hook = CollectiveHook(
             self._box,
             self._groups,
-            bucket_of=self._reducers.bucket,
+            self._reducers,
             on_call=self.collectives.collective,
             on_bucket=self.collectives.bucket,
             on_launched=self._device.done,
-            turns=self._reducers.turns,
         )
         cuda_graphs = CudaGraphRecorder(
             self.recorder, self.collectives, self._cuda_graphs, self._device
