@@ -55,8 +55,9 @@ def spans_of(
     Compiled autograd would take hooks on nodes into its graph, and a backward on fake tensors
     belongs to a compiler: both have no spans.
     """
-    is_compiled = _torch.private("compiled_autograd") or _torch.getter("fake_mode")() is not None
-    if not listeners.of_backward or is_compiled:
+    if not listeners.of_backward or _torch.private("compiled_autograd"):
+        return None
+    if _torch.getter("fake_mode")() is not None:
         return None
     spans = BackwardSpans(listeners, track)
     inputs = tuple(args[3]) if len(args) > 3 and args[3] is not None else ()

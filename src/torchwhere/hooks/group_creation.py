@@ -86,7 +86,7 @@ class GroupCreationHook:
         with self.errors:
             ranks = None
             if op == "new_group":
-                ranks = kwargs["ranks"] if "ranks" in kwargs else next(iter(args), None)
+                ranks = kwargs.get("ranks", next(iter(args), None))
             self._depth += 1
             self._created += 1
             if op == "init_process_group":
