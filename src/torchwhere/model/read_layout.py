@@ -91,7 +91,7 @@ def layout_of(models: Iterable[tuple[str, nn.Module, Any]]) -> Layout:
     pipeline stage or None."""
     meshes = Meshes()
     roots = tuple(
-        Branch(name, _Walk(meshes, prefix=name).node(model, stage)) for name, model, stage in models
+        Branch(name, _Walk(meshes, model, prefix=name).node(stage)) for name, model, stage in models
     )
     is_gone = any(mesh.is_gone for mesh in meshes.table())
     has_world = dist.is_available() and dist.is_initialized()
@@ -125,19 +125,17 @@ class _Frame:
 class _Walk:
     """One walk through one model."""
 
-    def __init__(self, meshes: Meshes, *, prefix: str) -> None:
+    def __init__(self, meshes: Meshes, root: nn.Module, *, prefix: str) -> None:
         self._meshes = meshes
+        self._root = root
         self._prefix = prefix
         self._folder = TreeFolder()
         self._around: list[Manager] = []  # units that contain the current module, outermost first
         self._module_names: dict[int, str] = {}  # first name of each module
         self._param_names: dict[object, str] = {}  # first name of each parameter
-        self._names: dict[int, str] | None = None
-        self._root: nn.Module | None = None
 
-    def node(self, root: nn.Module, stage: Any) -> Node:
-        self._root = root
-        frames = [self._enter("", self._prefix, root, depth=0, above=self._above(root, stage))]
+    def node(self, stage: Any) -> Node:
+        frames = [self._enter("", self._prefix, self._root, depth=0, above=self._above(stage))]
         while True:
             frame = frames[-1]
             child = next(frame.todo, None)
@@ -158,12 +156,12 @@ class _Walk:
             else:
                 frames.append(self._enter(key, name, module, depth=len(frames)))
 
-    def _above(self, root: nn.Module, stage: Any) -> list[Manager]:
+    def _above(self, stage: Any) -> list[Manager]:
         """Units around the root that are not modules: a pipeline stage, and ZeRO if the model was
         passed without its engine."""
         managers = [units.stage_manager(stage, self._meshes)] if stage is not None else []
-        is_engine = any(manager.kind.startswith("ZeRO") for manager in self._managers(root))
-        zero = None if is_engine else units.zero_of(root, self._meshes)
+        is_engine = any(manager.kind.startswith("ZeRO") for manager in self._managers(self._root))
+        zero = None if is_engine else units.zero_of(self._root, self._meshes)
         return managers + ([zero] if zero is not None else [])
 
     def _managers(self, module: nn.Module) -> list[Manager]:
@@ -217,9 +215,11 @@ class _Walk:
         """The other modules of a unit that begins at several ones: `fully_shard([norm, head])`. A
         unit around a wrapper (`checkpoint_wrapper`) begins at the module inside it."""
         others = [other for other in manager.modules if innermost(other) is not module]
-        if others and self._names is None and self._root is not None:
-            self._names = {id(part): name for name, part in walk(self._root, prefix=self._prefix)}
-        return [(self._names or {}).get(id(other), "?") for other in others]
+        return [self._names.get(id(other), "?") for other in others]
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(part): name for name, part in walk(self._root, prefix=self._prefix)}
 
     def _slots(self, module: nn.Module) -> list[str]:
         """The names of a module's own parameters, also of those that FSDP1 has removed from it."""
