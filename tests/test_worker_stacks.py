@@ -97,6 +97,8 @@ def test_workers_in_a_file() -> None:
     values = status.to_dict()
     values["workers"] = [*map(dict, values["workers"]), {"pid": "x"}, 3]
     assert ProcessStatus.from_dict(values) == status
+    # a lead monitor passes the statuses of other hosts on without JSON
+    assert ProcessStatus.from_dict(status.to_dict()) == status
     assert status.shortened(frames=1, characters=4).workers[0].stack == ("a.py",)
     # the workers are those of the newer stack
     assert ProcessStatus(alive=False).after(status).workers == (worker,)

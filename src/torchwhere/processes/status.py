@@ -118,7 +118,7 @@ class ProcessStatus:
     def from_dict(cls, value: dict[str, Any]) -> ProcessStatus:
         """Read the content of a file. Ignores values of the wrong type."""
         workers = value.get("workers")
-        read = map(WorkerStatus.from_dict, workers if isinstance(workers, list) else ())
+        read = map(WorkerStatus.from_dict, workers if isinstance(workers, (list, tuple)) else ())
         return cls(
             **{name: _typed(value.get(name), kind) for name, kind in _TYPES.items()},
             stack=_lines(value.get("stack")),
