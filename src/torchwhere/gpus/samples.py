@@ -11,19 +11,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchwhere.core.atomic_file import replace_file
+from torchwhere.core.records import read_record
 
 KEPT = 24  # samples of each GPU
 SAMPLE_S = 5.0
 _PREFIX = "gpu-"
 _MOST_BYTES = 1 << 22
-_MOST_GPUS = 64
-_MOST_SAMPLES = 256
-_MOST_XIDS = 16
 _PREFIXES = ("GPU-", "MIG-")
 
 # Why a GPU does not run at its highest clock: the bits of NVML.
@@ -52,7 +50,7 @@ def bare_uuid(uuid: object) -> str:
 class GpuSample:
     """One look at a GPU. None: NVML does not know it, or refuses to say it."""
 
-    t_ns: int  # wall clock
+    t_ns: int = 0  # wall clock
     sm_mhz: int | None = None
     memory_mhz: int | None = None
     reasons: tuple[str, ...] | None = None  # values of `CLOCK_REASONS`
@@ -63,34 +61,21 @@ class GpuSample:
     busy_percent: int | None = None  # of the time since the sample before, with a kernel running
     ecc_uncorrected: int | None = None  # volatile: since the driver was loaded
 
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> GpuSample:
-        reasons = value.get("reasons")
-        names = CLOCK_REASONS.values()
-        known = [name for name in reasons if name in names] if isinstance(reasons, list) else None
-        return cls(
-            t_ns=_int(value.get("t_ns")) or 0,
-            reasons=tuple(known) if known is not None else None,
-            power_w=_float(value.get("power_w")),
-            power_limit_w=_float(value.get("power_limit_w")),
-            **_optional_ints(cls, value),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Xid:
     """An error that the driver reported: its number in NVIDIA's list of Xid errors."""
 
-    number: int
-    t_ns: int  # wall clock
+    number: int = 0
+    t_ns: int = 0  # wall clock
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU of a host and its last samples, oldest first."""
 
-    uuid: str  # without prefix
-    index: int
+    uuid: str = ""  # without prefix
+    index: int = 0
     name: str = ""
     pci: str = ""
     sm_max_mhz: int | None = None
@@ -102,31 +87,12 @@ class Gpu:
     xids: tuple[Xid, ...] = ()
     samples: tuple[GpuSample, ...] = ()
 
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Gpu:
-        return cls(
-            uuid=bare_uuid(value.get("uuid", "")),
-            index=_int(value.get("index")) or 0,
-            name=str(value.get("name", "")),
-            pci=str(value.get("pci", "")),
-            instances=tuple(map(bare_uuid, _list(value.get("instances"), most=_MOST_GPUS))),
-            knows_xids=value.get("knows_xids") is True,
-            xids=tuple(
-                Xid(_int(xid.get("number")) or 0, _int(xid.get("t_ns")) or 0)
-                for xid in _dicts(value.get("xids"), most=_MOST_XIDS)
-            ),
-            samples=tuple(
-                map(GpuSample.from_dict, _dicts(value.get("samples"), most=_MOST_SAMPLES))
-            ),
-            **_optional_ints(cls, value),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class HostGpus:
     """The GPUs of one host, or why they are unknown."""
 
-    host: str
+    host: str = ""
     problem: str | None = None  # a value of `Problem`
     problem_detail: str = ""
     driver: str = ""
@@ -137,37 +103,8 @@ class HostGpus:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> HostGpus:
-        problem = value.get("problem")
-        return cls(
-            host=str(value.get("host", "")),
-            problem=problem if isinstance(problem, str) else None,
-            problem_detail=str(value.get("problem_detail", "")),
-            driver=str(value.get("driver", "")),
-            gpus=tuple(map(Gpu.from_dict, _dicts(value.get("gpus"), most=_MOST_GPUS))),
-        )
-
-
-def _int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _optional_ints(cls: type[Gpu | GpuSample], value: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all fields that are an integer or unknown."""
-    names = [field.name for field in fields(cls) if field.type == "int | None"]
-    return {name: _int(value.get(name)) for name in names}
-
-
-def _float(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number else None
-
-
-def _list(value: Any, *, most: int) -> list[Any]:
-    return value[-most:] if isinstance(value, list) else []
-
-
-def _dicts(value: Any, *, most: int) -> list[dict[str, Any]]:
-    return [entry for entry in _list(value, most=most) if isinstance(entry, dict)]
+        """Read the content of a file. Ignores values of the wrong type."""
+        return read_record(cls, value) or cls()
 
 
 # -- the file of a host ----------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torchwhere.core.records import read_record
+
 STOPPED = frozenset("Tt")
 _MOST_WORKERS = 64  # of a rank in a file
 
@@ -24,16 +26,6 @@ class WorkerStatus:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, value: Any) -> WorkerStatus | None:
-        """Read the content of a file; None if it is not a worker."""
-        if not isinstance(value, dict):
-            return None
-        pid, name = value.get("pid"), value.get("name")
-        if not isinstance(pid, int) or not isinstance(name, str):
-            return None
-        return cls(pid, name, _typed(value.get("state"), str), _lines(value.get("stack")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,26 +109,4 @@ class ProcessStatus:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> ProcessStatus:
         """Read the content of a file. Ignores values of the wrong type."""
-        workers = value.get("workers")
-        read = map(WorkerStatus.from_dict, workers if isinstance(workers, (list, tuple)) else ())
-        return cls(
-            **{name: _typed(value.get(name), kind) for name, kind in _TYPES.items()},
-            stack=_lines(value.get("stack")),
-            workers=tuple(worker for worker in read if worker is not None),
-        )
-
-
-_TYPES: dict[str, type] = {
-    **dict.fromkeys(("alive", "holds_gil"), bool),
-    **dict.fromkeys(("state", "ended", "out_of_memory"), str),
-    **dict.fromkeys(("alive_ns", "gone_ns", "stack_ns", "oom_kills", "exit_code"), int),
-}
-
-
-def _lines(value: Any) -> tuple[str, ...]:
-    lines = value if isinstance(value, (list, tuple)) else ()
-    return tuple(line for line in lines if isinstance(line, str))
-
-
-def _typed(value: Any, kind: type) -> Any:
-    return value if isinstance(value, kind) else None
+        return read_record(cls, value) or cls()

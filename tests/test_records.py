@@ -1,0 +1,57 @@
+"""Records in JSON: what is read back, and what damaged files give."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pytest
+
+from torchwhere.core.records import read_record
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    number: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    ratio: float = 0.0
+    limit: int | None = None
+    is_new: bool = True
+    lines: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    first: Part | None = None
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+def test_round_trip() -> None:
+    """A record is the same after it was written as a dictionary."""
+    whole = Whole(0.5, 7, False, ("a",), (Part(1, "x"), Part(2)), Part(3), {"a": "b"})
+    assert read_record(Whole, asdict(whole)) == whole
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "x", [], {}, True, float("nan"), float("inf"), 10**400, -(10**400)]
+)
+def test_wrong_types(value: Any) -> None:
+    """A field keeps its default if the file has a value of another type, or an absurd number."""
+    wrong = dict.fromkeys(asdict(Whole()), value)
+    for name in asdict(Whole()):
+        record = read_record(Whole, {name: value})
+        assert record is not None
+        assert getattr(record, name) in (getattr(Whole(), name), value)
+    assert read_record(Whole, wrong) is not None
+
+
+def test_missing_values() -> None:
+    """A record without a value that has no default is left out, also within another one."""
+    assert read_record(Part, {"name": "x"}) is None
+    assert read_record(Part, [1, "x"]) is None
+    whole = read_record(Whole, {"parts": [{"name": "x"}, {"number": 1}, 7], "first": {}})
+    assert whole == Whole(parts=(Part(1),))
+    assert read_record(Whole, {"texts": {"a": 1, "b": "c"}, "lines": ["a", 1]}) == Whole(
+        lines=("a",), texts={"b": "c"}
+    )
