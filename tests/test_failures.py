@@ -17,7 +17,7 @@ from torchwhere.diagnose.doctor.exits import Reaction
 from torchwhere.diagnose.doctor.stacks import Activity, Hold, holding
 from torchwhere.native.load import SWITCH
 from torchwhere.pipeline.verdict import diagnose_folder
-from torchwhere.processes.look import crash_stack
+from torchwhere.processes.fault_handler import crash_stack
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict_text.phrases import exit_text, hold_text
 

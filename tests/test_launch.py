@@ -17,7 +17,7 @@ import pytest
 from torchwhere.blackbox.file_names import STALL_MARK
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
-from torchwhere.processes.look import stall_stack
+from torchwhere.processes.fault_handler import stall_stack
 from warm_python import WarmPython
 
 BIN = Path(sys.executable).parent

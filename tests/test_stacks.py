@@ -16,7 +16,7 @@ from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.stacks import holding, is_in_collective, user_line
 from torchwhere.hooks import modules
-from torchwhere.processes.look import without_own_frames
+from torchwhere.processes.fault_handler import without_own_frames
 from torchwhere.processes.py_spy import PythonFrame
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict_text.phrases import hold_text

@@ -19,7 +19,7 @@ from torchwhere.blackbox.box import training_cursor
 from torchwhere.blackbox.reader import read_box
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.pipeline.verdict import diagnose_folder
-from torchwhere.processes.look import training_stack
+from torchwhere.processes.fault_handler import training_stack
 from torchwhere.render.verdict import verdict_text
 
 STEPS = 5

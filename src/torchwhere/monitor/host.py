@@ -13,9 +13,9 @@ from torchwhere.blackbox.run import BoxRun, process_of, read_run
 from torchwhere.blackbox.summary import BoxOrSummary, read_progress, started_ns
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.exit_records import ended_well
-from torchwhere.processes.look import is_descendant, is_running, look
+from torchwhere.processes.look import is_descendant, look
+from torchwhere.processes.proc_files import running
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.processes.worker_stacks import with_workers
 from torchwhere.snapshots.write import as_saved
 
 _AT_ONCE_S = 0.05  # processes that exit within this time were killed together
@@ -163,10 +163,9 @@ class HostView:
         """Look at the processes of this host and ask these ranks for their stacks."""
         boxes = self.run.summaries if self.run is not None else {}
         own = {rank: boxes[rank] for rank in self.own_ranks() if rank in boxes}
-        wanted = [rank for rank in ranks if rank in own]
-        statuses = with_workers(look(own, stacks=wanted), own, ranks=wanted)
         self.statuses |= {
-            rank: _after(self.statuses.get(rank), status) for rank, status in statuses.items()
+            rank: _after(self.statuses.get(rank), status)
+            for rank, status in look(own, stacks=ranks).items()
         }
 
     def alive_pids(self) -> dict[int, int]:
@@ -192,7 +191,7 @@ class HostView:
         return not self._launcher_runs() and not self.is_running()
 
     def _launcher_runs(self) -> bool:
-        return self.launcher is not None and is_running(self.launcher)
+        return self.launcher is not None and running(self.launcher) is not None
 
     def is_running(self) -> bool:
         """Whether a process of the run is alive."""

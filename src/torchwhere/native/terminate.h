@@ -16,7 +16,7 @@
 
 namespace torchwhere {
 
-constexpr const char* UNCAUGHT = "Uncaught C++ exception: ";  // `processes/look.py` reads it
+constexpr const char* UNCAUGHT = "Uncaught C++ exception: ";  // `processes/fault_handler.py` reads it
 constexpr size_t MOST_MESSAGE = 4096;
 
 inline std::atomic<int> message_file{-1};  // a file descriptor

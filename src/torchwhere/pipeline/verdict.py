@@ -30,9 +30,9 @@ from torchwhere.diagnose.doctor.rules.no_fault import Standstill
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.gpus.samples import HostGpus, read_gpus
-from torchwhere.processes.look import look, merged, saved_stack
+from torchwhere.processes.fault_handler import saved_stack
+from torchwhere.processes.look import look, merged
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.processes.worker_stacks import with_workers
 from torchwhere.render.verdict_text.assemble import verdict_of
 from torchwhere.render.verdict_text.observers import snapshots_text
 from torchwhere.snapshots.read import (
@@ -114,10 +114,7 @@ class _Case:
     def look_at_processes(self, *, stacks: Sequence[int] = ()) -> dict[int, ProcessStatus]:
         """Merge what this host shows with what monitors saved. Ask the ranks of `stacks`."""
         saved = _without_outdated(self.saved, self.job_calls)
-        seen = look(self.summaries, stacks=stacks)
-        if stacks:
-            seen = with_workers(seen, self.summaries, ranks=stacks)
-        statuses = merged(seen, saved)
+        statuses = merged(look(self.summaries, stacks=stacks), saved)
         return _with_silent_ranks_ended(statuses, self.summaries)
 
     def judge(self, statuses: Mapping[int, ProcessStatus], ask: AskForStacks | None) -> Verdict:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import time
@@ -19,44 +18,93 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.file_names import STALL_MARK, fault_file, stall_file
+from torchwhere.blackbox.file_names import fault_file, stall_file
 from torchwhere.blackbox.summary import BoxOrSummary
+from torchwhere.core.grouping import grouped
 from torchwhere.processes import py_spy
 from torchwhere.processes.cgroup import limit_bytes, oom_kills
+from torchwhere.processes.fault_handler import (
+    Stack,
+    ask_rank,
+    ask_worker,
+    crash_stack,
+    read_text,
+    stall_stack,
+    wait_for_stacks,
+    without_own_frames,
+)
 from torchwhere.processes.launcher import pid_namespace
-from torchwhere.processes.py_spy import MainThread, PythonFrame
-from torchwhere.processes.status import ProcessStatus
+from torchwhere.processes.proc_files import ProcessStat, has_signal, process_stat
+from torchwhere.processes.proc_files import read_text as proc_text
+from torchwhere.processes.status import STOPPED, ProcessStatus, WorkerStatus
+from torchwhere.processes.workers import workers_of
 
-_UNSEEN = ProcessStatus()
-_EXITED = ("Z", "X")  # zombie, dead
+_MOST_WORKERS = 8  # of a rank
+_WORKERS_S = 1.0  # to wait for the stacks of workers
 
 
 def look(
     boxes: Mapping[int, BoxOrSummary], *, stacks: Iterable[int] = (), patience_s: float = 1.0
 ) -> dict[int, ProcessStatus]:
-    """Status of every process on this host, with the Python stacks of the ranks in `stacks`."""
-    wanted = set(stacks)
-    can_answer = {
-        rank: box
-        for rank, box in boxes.items()
-        if rank in wanted and _state(box) not in (None, *_EXITED, "T", "t")
-    }
-    rank_stacks = request_stacks(can_answer, patience_s=patience_s)
-    # one time for the whole look: a process that is gone was gone while the others existed
-    now_ns = time.time_ns()
+    """Status of every process on this host, with the Python stacks of the ranks in `stacks`
+    and of their workers."""
     host = socket.gethostname() if Path("/proc/self/stat").exists() else None
     here = {rank for rank, box in boxes.items() if _is_visible(box, host)}
-    spied = _spied({rank: boxes[rank] for rank in sorted(wanted & here)})
-    for rank, main in spied.items():
-        rank_stacks.setdefault(rank, without_own_frames(main.frames))
+    stats = {rank: _own_stat(boxes[rank]) for rank in sorted(here.intersection(stacks))}
+    asked = {rank: stat for rank, stat in stats.items() if stat is not None and stat.is_running}
+    rank_stacks = _stacks_of(boxes, asked, patience_s) if asked else {}
+    # one time for the whole look: a process that is gone was gone while the others existed
+    now_ns = time.time_ns()
+    pids = {int(boxes[rank].meta["pid"]): rank for rank in asked}
+    spied = py_spy.main_threads(pids) if pids else {}
+    for pid, main in spied.items():
+        rank_stacks.setdefault(pids[pid], without_own_frames(main.frames))
     observer = _Observer(now_ns)
     statuses = {
         rank: observer.status(box, rank_stacks.get(rank, ())) if rank in here else observer.far(box)
         for rank, box in boxes.items()
     }
-    for rank, main in spied.items():
-        statuses[rank] = replace(statuses[rank], holds_gil=main.holds_gil)
-    return statuses
+    for pid, main in spied.items():
+        statuses[pids[pid]] = replace(statuses[pids[pid]], holds_gil=main.holds_gil)
+    return statuses | _with_workers(statuses, pids) if pids else statuses
+
+
+def _stacks_of(
+    boxes: Mapping[int, BoxOrSummary], stats: Mapping[int, ProcessStat], patience_s: float
+) -> dict[int, Stack]:
+    """Ask ranks for their stacks. A process that is stopped cannot answer."""
+    asked = {
+        rank: ask_rank(boxes[rank]) for rank, stat in stats.items() if stat.state not in STOPPED
+    }
+    return wait_for_stacks(asked, patience_s=patience_s)
+
+
+def _with_workers(
+    statuses: Mapping[int, ProcessStatus], pids: Mapping[int, int]
+) -> dict[int, ProcessStatus]:
+    """The statuses of those ranks of `pids`, which has them by process id, that have workers."""
+    workers = grouped((pids[worker.rank_pid], worker) for worker in workers_of(pids))
+    shown = {rank: of_rank[:_MOST_WORKERS] for rank, of_rank in workers.items()}
+    stacks = _worker_stacks([worker.pid for of_rank in shown.values() for worker in of_rank])
+    return {
+        rank: replace(
+            statuses[rank],
+            workers=tuple(
+                WorkerStatus(worker.pid, worker.name(), worker.state(), stacks.get(worker.pid, ()))
+                for worker in of_rank
+            ),
+        )
+        for rank, of_rank in shown.items()
+    }
+
+
+def _worker_stacks(pids: list[int]) -> dict[int, Stack]:
+    """The stacks of the main threads of workers, which show why a rank waits for data. py-spy
+    reads those that cannot answer, if it is installed."""
+    stacks = wait_for_stacks({pid: ask_worker(pid) for pid in pids}, patience_s=_WORKERS_S)
+    others = [pid for pid in pids if pid not in stacks]
+    spied = py_spy.main_threads(others) if others else {}
+    return stacks | {pid: without_own_frames(main.frames) for pid, main in spied.items()}
 
 
 def merged(
@@ -71,27 +119,16 @@ def merged(
     return statuses
 
 
-def saved_stack(box: Path, *, moved_ns: int) -> Stack:
-    """The stack that a stalled rank has saved beside its box; empty if it has moved since."""
-    return stall_stack(read_text(stall_file(box)), last_ns=moved_ns)[0]
-
-
-def is_running(pid: int) -> bool:
-    stat = _stat(pid)
-    return bool(stat) and stat[0] not in _EXITED
-
-
 def is_descendant(box: BoxOrSummary, ancestor: int) -> bool:
     """Whether the process of a box runs on this host, and `ancestor` started it directly or
     indirectly."""
     if box.meta.get("host") != socket.gethostname():
         return False
     stat = _own_stat(box)
-    while stat:
-        parent = int(stat[1])
-        if parent == ancestor:
+    while stat is not None:
+        if stat.parent == ancestor:
             return True
-        stat = _stat(parent)
+        stat = process_stat(stat.parent)
     return False
 
 
@@ -106,41 +143,37 @@ class _Observer:
     def status(self, box: BoxOrSummary, stack: Stack) -> ProcessStatus:
         """Status of a process on this host."""
         stat, now_ns = _own_stat(box), self._now_ns
-        state = stat[0] if stat else None
-        alive = state not in (None, *_EXITED)
+        alive = stat is not None and stat.is_running
         kills = self._kills(box)
-        ended: str | None = None
-        crashed_at: Stack = ()
-        stalled_at: Stack = ()
-        stalled_ns: int | None = None
-        if state in (None, "Z"):
-            ended, crashed_at = crash_stack(self._side_file(box, fault_file))
-            if ended is None:
-                stalled_at, stalled_ns = self._stall(box)
+        ended, last_stack, last_ns = (None, (), None) if alive else self._last_stack(box)
         is_killed = not alive or _has_sigkill(box.meta.get("pid"))
         return ProcessStatus(
             alive=alive,
-            state=state,
+            state=stat.state if stat is not None else None,
             ended=ended,
-            stack=stack or crashed_at or stalled_at,
+            stack=stack or last_stack,
             alive_ns=now_ns if alive else None,
             gone_ns=None if alive else now_ns,
-            stack_ns=now_ns if stack else stalled_ns,
+            stack_ns=now_ns if stack else last_ns,
             oom_kills=kills,
             out_of_memory=_out_of_memory(box, kills) if is_killed else None,
-            exit_code=_zombie_exit_code(stat) if state == "Z" else None,
+            exit_code=_zombie_exit_code(stat),
         )
 
     def far(self, box: BoxOrSummary) -> ProcessStatus:
         """Status of a process on another host: only its fault and stall files are known."""
-        ended, crashed_at = crash_stack(self._side_file(box, fault_file))
-        if ended is not None:
-            return ProcessStatus(ended=ended, stack=crashed_at)
-        stack, stack_ns = self._stall(box)
-        return ProcessStatus(stack=stack, stack_ns=stack_ns) if stack else _UNSEEN
+        ended, stack, stack_ns = self._last_stack(box)
+        return ProcessStatus(ended=ended, stack=stack, stack_ns=stack_ns)
 
-    def _stall(self, box: BoxOrSummary) -> tuple[Stack, int | None]:
-        return stall_stack(self._side_file(box, stall_file), last_ns=box.last_ns)
+    def _last_stack(self, box: BoxOrSummary) -> tuple[str | None, Stack, int | None]:
+        """How a rank crashed, if it did, its last stack, and the time of a stack that it saved when
+        it stalled."""
+        fault = self._side_file(box, fault_file)
+        ended, crashed_at = crash_stack(fault) if fault else (None, ())
+        stall = self._side_file(box, stall_file) if ended is None else ""
+        if not stall:
+            return ended, crashed_at, None
+        return None, *stall_stack(stall, last_ns=box.last_ns)
 
     def _kills(self, box: BoxOrSummary) -> int | None:
         counter = box.meta.get("oom_counter")
@@ -184,10 +217,8 @@ def _out_of_memory(box: BoxOrSummary, kills: int | None) -> str | None:
 def _has_sigkill(pid: Any) -> bool:
     """Whether an existing process was already killed: the kernel counts a kill first, and a large
     process takes long to exit. SIGKILL is pending, or its memory is gone."""
-    status = read_text(Path(f"/proc/{pid}/status"))
-    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", status, re.MULTILINE)
-    is_pending = any(int(bits, 16) >> (signal.SIGKILL - 1) & 1 for bits in pending)
-    return is_pending or "VmSize:" not in status
+    status = proc_text(pid, "status")
+    return has_signal(status, "SigPnd|ShdPnd", signal.SIGKILL) or "VmSize:" not in status
 
 
 def _is_visible(box: BoxOrSummary, host: str | None) -> bool:
@@ -199,175 +230,17 @@ def _is_visible(box: BoxOrSummary, host: str | None) -> bool:
     return namespace is None or namespace == pid_namespace()
 
 
-def _state(box: BoxOrSummary) -> str | None:
-    """State (R, S, D, T, ...) of the process that wrote a box; None if it is gone."""
-    stat = _own_stat(box)
-    return stat[0] if stat else None
-
-
-def _own_stat(box: BoxOrSummary) -> list[str]:
-    """`_stat` of the process that wrote a box; empty if another process has its number now."""
+def _own_stat(box: BoxOrSummary) -> ProcessStat | None:
+    """The process that wrote a box; None if it is gone or another process has its number now."""
     pid, started = box.meta.get("pid"), box.meta.get("pid_started")
-    stat = _stat(pid) if isinstance(pid, int) else []
-    is_writer = bool(stat) and (started is None or int(stat[19]) == started)
-    return stat if is_writer else []
+    stat = process_stat(pid) if isinstance(pid, int) else None
+    is_writer = stat is not None and started in (None, stat.started)
+    return stat if is_writer else None
 
 
-def _zombie_exit_code(stat: list[str]) -> int | None:
+def _zombie_exit_code(stat: ProcessStat | None) -> int | None:
     """Exit code of a process that its parent has not collected yet. The kernel shows 0 to a user
     who may not read it, so 0 means unknown."""
-    return os.waitstatus_to_exitcode(int(stat[49])) or None
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; empty for a process that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _spied(boxes: Mapping[int, BoxOrSummary]) -> dict[int, MainThread]:
-    """Main threads that py-spy can read, even of a stopped process, and whether each holds the
-    GIL."""
-    ranks = {
-        int(box.meta["pid"]): rank
-        for rank, box in boxes.items()
-        if _state(box) not in (None, *_EXITED)
-    }
-    return {ranks[pid]: main for pid, main in py_spy.main_threads(ranks).items()} if ranks else {}
-
-
-# -- stacks ----------------------------------------------------------------------------------------
-# A running rank writes its stack, as Python's fault handler prints it, when it gets a signal that
-# its watch handles (`hooks/stack_files.py`). A process is only signalled if its box names it, no
-# other process has its number, and it catches that signal. A rank that crashes or stalls writes its
-# stack unasked.
-
-
-Stack = tuple[str, ...]  # `file:line in function`, innermost first
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+).*$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_CRASH = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
-# The native extension writes it (`terminate.h`), just before the fault handler writes the stacks.
-_UNCAUGHT = re.compile(
-    r"^Uncaught C\+\+ exception: (.*?)(?=^Fatal Python error: |\Z)", re.MULTILINE | re.DOTALL
-)
-IN_NATIVE_THREAD = "in a native thread"  # how a process crashed
-_MAX_FRAMES = 64
-# These run the script, outside of it; the last one is the console script in bin/.
-_LAUNCHERS = re.compile(r"/torchwhere/|<frozen runpy>|/runpy\.py|/torchwhere$")
-_OWN = "/torchwhere/hooks/"  # inside the script
-
-
-def request_stacks(
-    boxes: Mapping[int, BoxOrSummary], *, patience_s: float
-) -> dict[int, tuple[str, ...]]:
-    """Ask processes for their stacks and wait for the answers."""
-    sizes = {rank: _request(box) for rank, box in boxes.items()}
-    pending = {rank: size for rank, size in sizes.items() if size is not None}
-    stacks: dict[int, Stack] = {}
-    texts: dict[int, str] = {}
-    deadline = time.monotonic() + patience_s
-    while pending and time.monotonic() < deadline:
-        time.sleep(0.02)
-        for rank, size in list(pending.items()):
-            box, before = boxes[rank].path, texts.get(rank)
-            texts[rank] = read_text(fault_file(box), start=size)
-            stack = training_stack(texts[rank], read_text(stall_file(box)))
-            if stack:
-                stacks[rank] = stack
-            if stack and texts[rank] == before:  # else it still prints: the main thread comes last
-                del pending[rank]
-    return stacks
-
-
-def crash_stack(text: str) -> tuple[str | None, Stack]:
-    """How a process crashed, from its fault file, and the stack of the thread that crashed; of
-    the main thread, if a thread without Python crashed."""
-    crash, uncaught = _CRASH.search(text), _UNCAUGHT.search(text)
-    if crash is None and uncaught is None:
-        return None, ()
-    reason = crash[1] if crash is not None else "Aborted"
-    threads = text[crash.end() :] if crash is not None else ""
-    current = re.search(r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", threads, re.MULTILINE)
-    stack = without_own_frames(_frames(current[1])) if current is not None else ()
-    if not stack:
-        reason, stack = f"{reason} {IN_NATIVE_THREAD}", main_thread_stack(threads)
-    return f"{reason}: {uncaught[1].strip()}" if uncaught is not None else reason, stack
-
-
-def stall_stack(text: str, *, last_ns: int) -> tuple[Stack, int | None]:
-    """The stack in a stall file and its time. Empty if the rank has moved since, or if its last
-    event is unknown."""
-    first, _, frames = text.partition("\n")
-    t_ns = first.removeprefix(STALL_MARK)
-    is_current = t_ns.isdecimal() and int(t_ns) > last_ns > 0
-    return (without_own_frames(_frames(frames)), int(t_ns)) if is_current else ((), None)
-
-
-def without_own_frames(frames: list[PythonFrame]) -> Stack:
-    """A stack without the frames of the launcher and of torchwhere."""
-    while frames and _LAUNCHERS.search(frames[-1].file):
-        frames.pop()
-    shown = [frame for frame in frames[:_MAX_FRAMES] if _OWN not in frame.file]
-    return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in shown)
-
-
-def read_text(path: Path, *, start: int = 0) -> str:
-    """At most 1 MB of a file; empty if it is not readable."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(1 << 20).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def _request(box: BoxOrSummary) -> int | None:
-    """Signal a process to write its stack. Returns the size of its fault file before; None if it
-    cannot answer."""
-    number, pid = box.meta.get("stack_signal"), box.meta.get("pid")
-    if not isinstance(number, int) or not isinstance(pid, int):
+    if stat is None or stat.state != "Z":
         return None
-    if box.meta.get("host") != socket.gethostname() or not catches(pid, number):
-        return None
-    try:
-        size = fault_file(box.path).stat().st_size
-        os.kill(pid, number)
-    except OSError:
-        return None
-    return size
-
-
-def catches(pid: int, number: int) -> bool:
-    """Whether a process handles a signal: without a handler, the signal would kill it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return caught is not None and bool(int(caught.group(1), 16) >> (number - 1) & 1)
-
-
-def main_thread_stack(text: str) -> Stack:
-    """Stack of the main thread, which the fault handler prints last."""
-    blocks = _THREAD.split(text)
-    return without_own_frames(_frames(blocks[-1])) if len(blocks) > 1 else ()
-
-
-def training_stack(text: str, stalled: str) -> Stack:
-    """Stack of the thread that trains, which the stall file of the process names. Stack of the main
-    thread if there is no such file, or if that thread has ended. Empty until the fault handler has
-    printed the main thread: it prints that one last."""
-    main, named = main_thread_stack(text), _THREAD.search(stalled)
-    if not main or named is None:
-        return main
-    _, *parts = _THREAD.split(text)
-    stacks = dict(zip(parts[::2], parts[1::2], strict=True))
-    return without_own_frames(_frames(stacks.get(named[1], ""))) or main
-
-
-def _frames(text: str) -> list[PythonFrame]:
-    matches = map(_FRAME.match, text.splitlines())
-    return [PythonFrame(match[1], int(match[2]), match[3]) for match in matches if match]
+    return os.waitstatus_to_exitcode(stat.exit_status) or None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torchwhere.core.worker_pool import Progress
 from torchwhere.processes import proc_files, py_spy
 from torchwhere.processes.dump_paths import dump_paths
-from torchwhere.processes.look import without_own_frames
+from torchwhere.processes.fault_handler import without_own_frames
 from torchwhere.processes.observation import HelperObservation, RankObservation, ThreadStack
 from torchwhere.processes.proc_files import ThreadClock
 from torchwhere.processes.py_spy import Refusal, SpiedThread
@@ -88,9 +88,7 @@ def _has_stacks(look: Look) -> bool:
 
 
 def _is_alive(process: RankProcess) -> bool:
-    stat = proc_files.process_stat(process.pid)
-    is_same = stat is not None and stat.started == process.started
-    return stat is not None and is_same and stat.state not in proc_files.EXITED
+    return proc_files.running(process.pid, started=process.started) is not None
 
 
 def _have_all_moved(processes: Sequence[RankProcess], before: Look, after: Look) -> bool:
@@ -104,8 +102,7 @@ def _have_all_moved(processes: Sequence[RankProcess], before: Look, after: Look)
 
 
 def _main_frames(look: Look, pid: int) -> list[py_spy.PythonFrame] | None:
-    threads = look.threads.get(pid)
-    main = py_spy.main_thread(threads, pid) if isinstance(threads, list) else None
+    main = py_spy.main_thread(look.threads.get(pid), pid)
     return main.frames if main is not None else None
 
 
@@ -215,7 +212,7 @@ def _added(
 ) -> RankObservation:
     if threads is None or observation.main is None:
         return observation
-    main = py_spy.main_thread(threads, observation.pid) if isinstance(threads, list) else None
+    main = py_spy.main_thread(threads, observation.pid)
     if main is None:
         return replace(
             observation, native_problem=str(threads) if isinstance(threads, Refusal) else None

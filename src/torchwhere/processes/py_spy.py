@@ -47,26 +47,6 @@ def program() -> str | None:
     return shutil.which("py-spy")
 
 
-class MainThread(NamedTuple):
-    """The main thread of a process."""
-
-    frames: list[PythonFrame]  # innermost first
-    holds_gil: bool
-
-
-def main_threads(pids: Iterable[int]) -> dict[int, MainThread]:
-    """The main threads of those processes that py-spy can read."""
-    spied = read_threads(pids)
-    return {
-        pid: MainThread(thread.frames, thread.holds_gil)
-        for pid, threads in spied.items()
-        if isinstance(threads, list) and (thread := main_thread(threads, pid)) is not None
-    }
-
-
-# -- all threads -----------------------------------------------------------------------------------
-
-
 class SpiedThread(NamedTuple):
     """One Python thread of a process."""
 
@@ -87,12 +67,18 @@ class Refusal(StrEnum):
     STOPPED = "stopped"  # native frames of a stopped process are not read
 
 
-def main_thread(threads: list[SpiedThread], pid: int) -> SpiedThread | None:
-    """The main thread of a process among its threads."""
-    for thread in threads:
+def main_thread(threads: list[SpiedThread] | Refusal | None, pid: int) -> SpiedThread | None:
+    """The main thread of a process among its threads; None if they could not be read."""
+    for thread in threads if isinstance(threads, list) else ():
         if thread.thread_id == pid or thread.name == "MainThread":
             return thread
     return None
+
+
+def main_threads(pids: Iterable[int]) -> dict[int, SpiedThread]:
+    """The main threads of those processes that py-spy can read."""
+    mains = {pid: main_thread(threads, pid) for pid, threads in read_threads(pids).items()}
+    return {pid: main for pid, main in mains.items() if main is not None}
 
 
 def read_threads(

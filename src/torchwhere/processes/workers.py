@@ -13,18 +13,19 @@ import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from torchwhere.core.grouping import grouped
 from torchwhere.processes.proc_files import (
-    EXITED,
     ProcessStat,
     all_processes,
     name_of,
     process_stat,
-    read_bytes,
+    read_text,
+    running,
 )
 
 DATA_WORKER = "pt_data_worker"  # torch gives this name to the workers of a DataLoader
-_SPAWNED = b"multiprocessing"  # in the command line of a spawned worker
-_COMPILES = b"compile_worker"  # in the command line of a worker of torch's compiler
+_SPAWNED = "multiprocessing"  # in the command line of a spawned worker
+_COMPILES = "compile_worker"  # in the command line of a worker of torch's compiler
 
 
 class Worker(NamedTuple):
@@ -36,13 +37,15 @@ class Worker(NamedTuple):
 
     def is_left_over(self) -> bool:
         """Whether it still runs although its rank has exited."""
-        return _runs(self.pid) == self.started and _runs(self.rank_pid) is None
+        return (
+            running(self.pid, started=self.started) is not None and running(self.rank_pid) is None
+        )
 
     def name(self) -> str:
         """What kind of worker it is."""
         if name_of(self.pid) == DATA_WORKER:
             return "DataLoader worker"
-        return "compile worker" if _COMPILES in read_bytes(self.pid, "cmdline") else "worker"
+        return "compile worker" if _COMPILES in read_text(self.pid, "cmdline") else "worker"
 
     def state(self) -> str | None:
         """R running, S sleeping, D in the kernel, T stopped; None if it has exited."""
@@ -56,22 +59,19 @@ class Worker(NamedTuple):
 
 def workers_of(ranks: Collection[int]) -> list[Worker]:
     """The workers of the ranks with these process ids, and the workers of workers."""
-    children = children_of(all_processes()) if ranks else {}
+    processes = all_processes() if ranks else {}
+    children = children_of(processes)
     return [
-        Worker(pid, started, rank_pid)
+        Worker(pid, processes[pid].started, rank_pid)
         for rank_pid in ranks
         for pid in descendants(rank_pid, children)
         if pid not in ranks and pid != os.getpid() and _is_worker(pid, rank_pid)
-        if (started := _runs(pid)) is not None
     ]
 
 
 def children_of(stats: Mapping[int, ProcessStat]) -> dict[int, list[int]]:
     """The processes that each process has started."""
-    children: dict[int, list[int]] = {}
-    for pid, stat in stats.items():
-        children.setdefault(stat.parent, []).append(pid)
-    return children
+    return grouped((stat.parent, pid) for pid, stat in stats.items())
 
 
 def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> Iterator[int]:
@@ -82,13 +82,7 @@ def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> Iterator[int
 
 
 def _is_worker(pid: int, rank_pid: int) -> bool:
-    command = read_bytes(pid, "cmdline")
-    is_forked = command == read_bytes(rank_pid, "cmdline")  # a fork has that of its parent
+    command = read_text(pid, "cmdline")
+    is_forked = command == read_text(rank_pid, "cmdline")  # a fork has that of its parent
     is_started = _SPAWNED in command or _COMPILES in command
     return is_forked or is_started or name_of(pid) == DATA_WORKER
-
-
-def _runs(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None if it has exited."""
-    stat = process_stat(pid)
-    return stat.started if stat is not None and stat.state not in EXITED else None

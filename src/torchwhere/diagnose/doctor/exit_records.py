@@ -21,7 +21,7 @@ from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.device_errors import DeviceError, device_error
 from torchwhere.diagnose.doctor.waits import waiting_for, waits
-from torchwhere.processes.look import IN_NATIVE_THREAD
+from torchwhere.processes.fault_handler import IN_NATIVE_THREAD
 from torchwhere.processes.status import ProcessStatus
 
 _NEARBY = 64  # records before a call in which an exception may be its cause

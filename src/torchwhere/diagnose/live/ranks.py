@@ -24,7 +24,7 @@ from torchwhere.core.stall import NO_PROGRESS_S, no_progress_s
 from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.diagnose.doctor.stacks import stack_lines
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.processes.look import saved_stack
+from torchwhere.processes.fault_handler import saved_stack
 from torchwhere.processes.status import ProcessStatus
 
 _STEPS = 5  # a rank that has been in a step for as long as so many take has no speed
