@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.file_format import COUNTER_RANKS
-from torchwhere.flight_recorder.limits import CAPS, Caps, CutShortError, RefusedFileError
+from torchwhere.flight_recorder.limits import (
+    CAPS,
+    CutShortError,
+    RefusedFileError,
+    is_number,
+    is_shapes,
+    is_text,
+)
 from torchwhere.flight_recorder.schema import PUBLIC_DTYPES, PUBLIC_OPS
 from torchwhere.flight_recorder.unpickle import loads
 
@@ -24,8 +31,7 @@ _RANKS = re.compile(r"\[\s*(\d{1,7}(?:\s*,\s*\d{1,7})*)?\s*\]")  # never `eval`
 _PROFILED = re.compile(r"(\w{1,32}):(\w{1,64})(?: (\d{1,7})(->|<-)(\d{1,7}))?")
 _STATES = ("scheduled", "started", "completed")
 _ENDS_OF_BATCHES = ("coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced")
-_LARGEST = 1 << 62
-_MOST_TEXT, _MOST_DIMS, _MOST_TENSORS, _MOST_FRAMES = 4096, 64, 65_536, 512
+_MOST_FRAMES = 512
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -140,20 +146,20 @@ class Dump:
         )
 
 
-def read_dump(path: Path, rank: int, *, caps: Caps = CAPS) -> Dump:
+def read_dump(path: Path, rank: int) -> Dump:
     """Read one file. Raises `RefusedFileError` if nothing in it can be used."""
     try:
         with path.open("rb") as file:
-            data = file.read(caps.bytes + 1)
+            data = file.read(CAPS.bytes + 1)
     except OSError as error:
         raise RefusedFileError(f"cannot be read: {error.strerror}") from error
-    return parse_dump(data, rank, path=path, caps=caps)
+    return parse_dump(data, rank, path=path)
 
 
-def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>"), caps: Caps = CAPS) -> Dump:
+def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>")) -> Dump:
     dump = Dump(rank, path)
     try:
-        value = _plain(data, caps)
+        value = _plain(data)
     except CutShortError as error:
         value, dump.cut = error.partial, str(error)
         if not isinstance(value.get("entries"), list):
@@ -175,29 +181,29 @@ def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>"), caps: Ca
     return dump
 
 
-def _plain(data: bytes, caps: Caps) -> Any:
-    if len(data) > caps.bytes:
+def _plain(data: bytes) -> Any:
+    if len(data) > CAPS.bytes:
         raise RefusedFileError(
-            f"larger than {caps.bytes >> 20} MiB, which is more than any dump needs"
+            f"larger than {CAPS.bytes >> 20} MiB, which is more than any dump needs"
         )
     if not data:
         raise RefusedFileError("empty: its rank has not written it yet")
     if data[:1] == b"\x80":
-        return loads(data, caps=caps)
+        return loads(data)
     for magic, name in _COMPRESSED.items():
         if data.startswith(magic):
             raise RefusedFileError(f"compressed with {name}: decompress it first")
     if data.lstrip()[:1] == b"{":
-        return _json(data, caps)
+        return _json(data)
     raise RefusedFileError("neither a pickle nor JSON")
 
 
-def _json(data: bytes, caps: Caps) -> Any:
+def _json(data: bytes) -> Any:
     # The parser allocates what it finds, so this counts first. Brackets inside strings count too,
     # which does no harm.
-    if data.count(b"[") + data.count(b"{") > caps.containers or data.count(b",") > caps.items:
+    if data.count(b"[") + data.count(b"{") > CAPS.containers or data.count(b",") > CAPS.items:
         raise RefusedFileError(
-            f"more than {caps.containers} lists and dicts, or {caps.items} items"
+            f"more than {CAPS.containers} lists and dicts, or {CAPS.items} items"
         )
     try:
         return json.loads(data.decode(), parse_constant=_no_constant)
@@ -232,10 +238,9 @@ def _groups(value: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     groups = {}
     for name, group in value.items() if isinstance(value, dict) else ():
         members = _ranks(group.get("ranks")) if isinstance(group, dict) else ()
-        if members and len(name) <= _MOST_TEXT:
+        if members and is_text(name):
             desc = group.get("desc")
-            is_text = isinstance(desc, str) and len(desc) <= _MOST_TEXT
-            groups[name] = (desc if is_text else "", members)
+            groups[name] = (desc if is_text(desc) else "", members)
     return groups
 
 
@@ -245,9 +250,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
         match = _RANKS.fullmatch(value)
         value = [int(rank) for rank in match[1].split(",")] if match and match[1] else []
-    if not isinstance(value, list) or not all(
-        type(rank) is int and 0 <= rank < COUNTER_RANKS for rank in value
-    ):
+    if not isinstance(value, list) or not all(is_number(rank, COUNTER_RANKS) for rank in value):
         return ()
     return tuple(value) if len(set(value)) == len(value) else ()
 
@@ -268,7 +271,7 @@ def _lenient(value: Any) -> int:
     """A number, also as a string, as in JSON dumps; -1 for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
         value = int(value)
-    return value if type(value) is int and 0 <= value < _LARGEST else -1
+    return value if is_number(value) else -1
 
 
 # -- entries ---------------------------------------------------------------------------------------
@@ -321,15 +324,15 @@ def _entry(value: Any, lines: dict[int, str | None]) -> DumpEntry:
 
 
 def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > _MOST_TEXT:
+    if not is_text(value):
         raise _MalformedError
-    return value
+    return str(value)
 
 
 def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST:
+    if not is_number(value):
         raise _MalformedError
-    return value
+    return int(value)
 
 
 def _ends(profiled: re.Match[str]) -> tuple[int, int] | None:
@@ -341,13 +344,8 @@ def _ends(profiled: re.Match[str]) -> tuple[int, int] | None:
 
 
 def _shapes(value: Any) -> Shapes:
-    if not isinstance(value, list) or len(value) > _MOST_TENSORS:
+    if not is_shapes(value):
         raise _MalformedError
-    for shape in value:
-        if type(shape) is not list or len(shape) > _MOST_DIMS:
-            raise _MalformedError
-        for size in shape:
-            _number(size)
     return tuple(map(tuple, value))
 
 
@@ -366,11 +364,6 @@ def user_line(frame: Any) -> str | None:
     if type(frame) is not dict:
         return None
     file, line = frame.get("filename"), frame.get("line")
-    if (
-        type(file) is not str
-        or len(file) > _MOST_TEXT
-        or type(line) is not int
-        or not 0 <= line < _LARGEST
-    ):
+    if not is_text(file) or not is_number(line):
         return None
     return f"{file}:{line}" if file.endswith(".py") and not _NOT_THE_USERS.search(file) else None

@@ -34,7 +34,6 @@ from torchwhere.diagnose.dump_facts import (
     OtherDumps,
     WrappedRings,
 )
-from torchwhere.flight_recorder.limits import CAPS, Caps
 from torchwhere.flight_recorder.load import read_all
 from torchwhere.flight_recorder.to_boxes import Account, DumpBox
 
@@ -102,9 +101,7 @@ class Dumps(BoxRun):
         return [*BoxRun.caveats(self), *map(str, self.facts)]
 
 
-def read_dumps(
-    folder: str | Path, *, caps: Caps = CAPS, on_progress: Progress | None = None
-) -> Dumps:
+def read_dumps(folder: str | Path, *, on_progress: Progress | None = None) -> Dumps:
     """Read a folder of dumps. Raises `TorchwhereError` if none can be read."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -112,21 +109,20 @@ def read_dumps(
     files = _files(folder)
     if not files:
         raise TorchwhereError(f"{folder} holds no dump. {_HOW_TO}")
-    return read_files(folder, files, caps=caps, on_progress=on_progress)
+    return read_files(folder, files, on_progress=on_progress)
 
 
 def read_files(
     folder: Path,
     files: list[tuple[str, int, Path]],
     *,
-    caps: Caps = CAPS,
     on_progress: Progress | None = None,
 ) -> Dumps:
     """Read files as dumps. Each is given by the prefix of its name, its rank and its path."""
     boxes: dict[str, dict[int, DumpBox]] = defaultdict(dict)
     unreadable: list[Box] = []
     earlier: list[Path] = []
-    results = read_all([(rank, path) for _, rank, path in files], caps, on_progress=on_progress)
+    results = read_all([(rank, path) for _, rank, path in files], on_progress=on_progress)
     for (prefix, rank, path), box in zip(files, results, strict=True):
         if isinstance(box, str):
             unreadable.append(Box(path=path, problems=[f"refused: {box}"]))

@@ -1,4 +1,4 @@
-"""Limits on untrusted files, and the errors for files that are refused."""
+"""Limits on untrusted files and on their values, and the errors for files that are refused."""
 
 from __future__ import annotations
 
@@ -34,3 +34,30 @@ class CutShortError(RefusedFileError):
     def __init__(self, text: str, partial: dict[str, Any]) -> None:
         super().__init__(text)
         self.partial = partial
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+LARGEST = 1 << 62
+_MOST_TEXT, _MOST_DIMS, _MOST_TENSORS = 4096, 64, 65_536
+
+
+def is_number(value: Any, below: int = LARGEST) -> bool:
+    return type(value) is int and 0 <= value < below
+
+
+def is_text(value: Any) -> bool:
+    return type(value) is str and len(value) <= _MOST_TEXT
+
+
+def is_shapes(value: Any) -> bool:
+    """Whether a value is a list of the shapes of tensors."""
+    return (
+        type(value) is list
+        and len(value) <= _MOST_TENSORS
+        and all(
+            type(shape) is list and len(shape) <= _MOST_DIMS and all(map(is_number, shape))
+            for shape in value
+        )
+    )

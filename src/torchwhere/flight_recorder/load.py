@@ -7,7 +7,6 @@ own data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from torchwhere.core.worker_pool import (
@@ -18,7 +17,7 @@ from torchwhere.core.worker_pool import (
     run_jobs,
 )
 from torchwhere.flight_recorder.dump import read_dump
-from torchwhere.flight_recorder.limits import Caps, RefusedFileError
+from torchwhere.flight_recorder.limits import RefusedFileError
 from torchwhere.flight_recorder.to_boxes import DumpBox, to_box
 
 File = tuple[int, Path]  # rank and path
@@ -26,16 +25,14 @@ _FEW = 24  # this process reads so many files before a worker has started
 _CHUNK = 8  # files in one job
 
 
-def read_all(
-    files: Sequence[File], caps: Caps, *, on_progress: Progress | None = None
-) -> list[DumpBox | str]:
+def read_all(files: Sequence[File], *, on_progress: Progress | None = None) -> list[DumpBox | str]:
     """Returns the box of each file, or the reason why it was refused."""
     results: list[DumpBox | str] = [""] * len(files)
     progress = ProgressCounter(len(files), on_progress)
     workers = default_workers() if len(files) > _FEW else 0
     chunks = [(start, files[start : start + _CHUNK]) for start in range(0, len(files), _CHUNK)]
     with gc_paused():
-        for _, (start, boxes) in run_jobs(partial(_DumpChunkReader, caps), chunks, workers=workers):
+        for _, (start, boxes) in run_jobs(_DumpChunkReader, chunks, workers=workers):
             results[start : start + len(boxes)] = boxes
             progress.add(len(boxes))
     return results
@@ -44,15 +41,13 @@ def read_all(
 class _DumpChunkReader:
     """The task of a worker: reads some files in a row. It returns them with their position."""
 
-    def __init__(self, caps: Caps) -> None:
-        self._caps = caps
-
     def __call__(self, chunk: tuple[int, Sequence[File]]) -> tuple[int, list[DumpBox | str]]:
         start, files = chunk
-        return start, [self._read(rank, path) for rank, path in files]
+        return start, [_read(rank, path) for rank, path in files]
 
-    def _read(self, rank: int, path: Path) -> DumpBox | str:
-        try:
-            return to_box(read_dump(path, rank, caps=self._caps))
-        except RefusedFileError as error:
-            return str(error)
+
+def _read(rank: int, path: Path) -> DumpBox | str:
+    try:
+        return to_box(read_dump(path, rank))
+    except RefusedFileError as error:
+        return str(error)

@@ -10,24 +10,15 @@ from typing import Any
 
 from torchwhere.blackbox.file_format import COUNTER_RANKS, NO_STEP
 from torchwhere.core.place import Pass
+from torchwhere.flight_recorder.limits import is_number, is_shapes, is_text
 
-LARGEST = 1 << 62
 _TEXTS = ("op", "raw_op", "group", "dtype", "reduce_op", "api")
 PASSES = {pass_.label: pass_ for pass_ in Pass if pass_ is not Pass.SHAPE_INFERENCE}
 _PLACE_TEXTS = ("module", "line", "framework_line")  # older dumps lack the last one
-_MOST_TEXT = 4096
-
-
-def is_number(value: Any, below: int = LARGEST) -> bool:
-    return type(value) is int and 0 <= value < below
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str and len(value) <= _MOST_TEXT
 
 
 def _is_optional_text(value: Any) -> bool:
-    return value is None or _is_text(value)
+    return value is None or is_text(value)
 
 
 def is_optional_number(value: Any) -> bool:
@@ -47,10 +38,10 @@ def own_call(value: Any) -> dict[str, Any] | None:
         return None
     of = value.get
     is_call = (
-        _is_text(of("op"))
-        and _is_text(of("group"))
+        is_text(of("op"))
+        and is_text(of("group"))
         and all(_is_optional_text(of(name)) for name in _TEXTS)
-        and all(_is_shapes(of(name)) for name in ("shapes", "out_shapes"))
+        and all(is_shapes(of(name)) for name in ("shapes", "out_shapes"))
         and (of("peer") is None or is_number(of("peer"), COUNTER_RANKS))
         and is_number(of("number"))
         and is_number(of("bytes"))
@@ -67,25 +58,19 @@ def _is_place(value: dict[str, Any]) -> bool:
     )
 
 
-def _is_shapes(value: Any) -> bool:
-    return type(value) is list and all(
-        type(shape) is list and all(map(is_number, shape)) for shape in value
-    )
-
-
 def _is_beneficiary(value: Any) -> bool:
-    return _is_optional_text(value) or (type(value) is list and all(map(_is_text, value)))
+    return _is_optional_text(value) or (type(value) is list and all(map(is_text, value)))
 
 
 def own_group(value: Any) -> dict[str, Any] | None:
     """A process group: name, ranks, and texts."""
-    if type(value) is not dict or not _is_text(value.get("name")):
+    if type(value) is not dict or not is_text(value.get("name")):
         return None
     ranks = value.get("ranks")
     if type(ranks) is not list or not all(is_number(rank, COUNTER_RANKS) for rank in ranks):
         return None
     texts = {
-        name: value.get(name) if _is_text(value.get(name)) else None
+        name: value.get(name) if is_text(value.get(name)) else None
         for name in ("desc", "backend", "mesh_dim")
     }
     return {"name": value["name"], "ranks": tuple(ranks), **texts}

@@ -23,10 +23,9 @@ from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, stored_line
 from torchwhere.diagnose.dump_progress import MessageCount, MessageStream, PendingCall
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
+from torchwhere.flight_recorder.limits import LARGEST, is_number
 from torchwhere.flight_recorder.own_entries import (
-    LARGEST,
     PASSES,
-    is_number,
     is_optional_number,
     own_call,
     own_cursor,
