@@ -326,13 +326,13 @@ def _entry(value: Any, lines: dict[int, str | None]) -> DumpEntry:
 def _text(value: Any) -> str:
     if not is_text(value):
         raise _MalformedError
-    return str(value)
+    return value
 
 
 def _number(value: Any) -> int:
     if not is_number(value):
         raise _MalformedError
-    return int(value)
+    return value
 
 
 def _ends(profiled: re.Match[str]) -> tuple[int, int] | None:

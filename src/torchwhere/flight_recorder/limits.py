@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torchwhere.core.errors import TorchwhereError
 
@@ -43,11 +43,11 @@ LARGEST = 1 << 62
 _MOST_TEXT, _MOST_DIMS, _MOST_TENSORS = 4096, 64, 65_536
 
 
-def is_number(value: Any, below: int = LARGEST) -> bool:
+def is_number(value: Any, below: int = LARGEST) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < below
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: Any) -> TypeGuard[str]:
     return type(value) is str and len(value) <= _MOST_TEXT
 
 

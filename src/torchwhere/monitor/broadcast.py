@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 _MOST_BYTES = 1 << 20
 
@@ -38,29 +39,20 @@ class LeadState:
             return None
         if not isinstance(values, dict):
             return None
-        arguments = {field.name: values.get(field.name, field.default) for field in fields(cls)}
-        for name, value in arguments.items():
-            if isinstance(value, list):
-                arguments[name] = tuple(value)
-        state = cls(**arguments)
-        return state if state._is_valid() else None
+        contents: dict[str, Any] = {}
+        for field in fields(cls):
+            value = values.get(field.name, field.default)
+            contents[field.name] = tuple(value) if isinstance(value, list) else value
+            if type(contents[field.name]) is not type(field.default):
+                return None
+        state = cls(**contents)
+        return state if state._has_valid_entries() else None
 
-    def _is_valid(self) -> bool:
-        texts = (self.token, self.run)
-        numbers = (self.number, self.t_ns, self.requests, self.age_ns, self.ended_ns)
-        flags = (self.ends_ranks, self.has_left)
-        return (
-            all(type(text) is str for text in texts)
-            and all(type(number) is int for number in numbers)
-            and all(type(flag) is bool for flag in flags)
-            and _is_tuple_of(int, self.excused_hosts)
-            and _is_tuple_of(int, self.wanted_stacks)
-            and _is_tuple_of(str, self.verdicts)
+    def _has_valid_entries(self) -> bool:
+        numbers = (*self.excused_hosts, *self.wanted_stacks)
+        return all(type(number) is int for number in numbers) and all(
+            type(verdict) is str for verdict in self.verdicts
         )
-
-
-def _is_tuple_of(kind: type, values: object) -> bool:
-    return isinstance(values, tuple) and all(type(value) is kind for value in values)
 
 
 def run_key() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun
-from torchwhere.gpus.samples import HostGpus, read_gpus
+from torchwhere.gpus.samples import read_gpus
 from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
 from torchwhere.monitor.single import (
@@ -137,17 +137,15 @@ class Follower(SingleHost):
         self._answered = max(requests, self._answered)
         if self._client is None or self._is_shared:
             return
-        ahead_ns = self._client.ahead_ns or 0
-        self._client.send(
-            _snapshot(
-                boxes,
-                statuses,
-                answers=answers,
-                is_last=is_last,
-                ahead_ns=ahead_ns,
-                gpus=next(iter(read_gpus(self._folder)), None),
-            )
+        snapshot = encode_boxes(
+            boxes,
+            statuses={rank: status for rank, status in statuses.items() if rank in boxes},
+            answers=answers,
+            is_last=is_last,
+            ahead_ns=self._client.ahead_ns or 0,
+            gpus=next(iter(read_gpus(self._folder)), None),
         )
+        self._client.send(snapshot)
         if is_last:
             self._client.flush(patience_s=2.0)
 
@@ -219,24 +217,3 @@ def _changed_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _snapshot(
-    boxes: Mapping[int, Box],
-    statuses: Mapping[int, ProcessStatus],
-    *,
-    answers: int,
-    is_last: bool,
-    ahead_ns: int,
-    gpus: HostGpus | None,
-) -> bytes:
-    """Encode a snapshot of this host, with fewer calls if it would be too large."""
-    own_statuses = {rank: status for rank, status in statuses.items() if rank in boxes}
-    return encode_boxes(
-        boxes,
-        statuses=own_statuses,
-        answers=answers,
-        is_last=is_last,
-        ahead_ns=ahead_ns,
-        gpus=gpus,
-    )

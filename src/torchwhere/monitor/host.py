@@ -48,8 +48,11 @@ class HostView:
 
     def own_paths(self) -> list[Path]:
         """Boxes of this host. In a shared folder, other monitors look at the others."""
+        return [box.path for box in self._own_boxes().values()]
+
+    def _own_boxes(self) -> dict[int, BoxOrSummary]:
         boxes = self.run.summaries if self.run is not None else {}
-        return [boxes[rank].path for rank in self.own_ranks() if rank in boxes]
+        return {rank: boxes[rank] for rank in self.own_ranks() if rank in boxes}
 
     def own_ranks(self) -> list[int]:
         """Ranks whose processes this host can see."""
@@ -139,10 +142,12 @@ class HostView:
             if any(status.alive for status in later.values()):
                 later |= {rank: now[rank] for rank in exited}
             now = later
-        self.statuses = {
-            rank: _after(self.statuses.get(rank), status) for rank, status in now.items()
-        }
+        self.statuses = self._completed(now)
         return bool(exited)
+
+    def _completed(self, now: Mapping[int, ProcessStatus]) -> dict[int, ProcessStatus]:
+        """New statuses with what earlier looks saw."""
+        return {rank: status.after(self.statuses.get(rank, status)) for rank, status in now.items()}
 
     def _has_other_paths(self, run: BoxRun) -> bool:
         """Whether a box was created, renamed or deleted since the run was read."""
@@ -161,12 +166,7 @@ class HostView:
 
     def look_for_stacks(self, ranks: Iterable[int]) -> None:
         """Look at the processes of this host and ask these ranks for their stacks."""
-        boxes = self.run.summaries if self.run is not None else {}
-        own = {rank: boxes[rank] for rank in self.own_ranks() if rank in boxes}
-        self.statuses |= {
-            rank: _after(self.statuses.get(rank), status)
-            for rank, status in look(own, stacks=ranks).items()
-        }
+        self.statuses |= self._completed(look(self._own_boxes(), stacks=ranks))
 
     def alive_pids(self) -> dict[int, int]:
         """Process ids of the ranks that are alive."""
@@ -243,7 +243,3 @@ def _is_same_attempt(run: BoxRun, other: BoxRun) -> bool:
     )
     has_common_process = not set(processes.values()).isdisjoint(others.values())
     return has_common_process or processes.keys().isdisjoint(others)
-
-
-def _after(before: ProcessStatus | None, now: ProcessStatus) -> ProcessStatus:
-    return now if before is None else now.after(before)

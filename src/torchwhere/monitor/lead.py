@@ -64,7 +64,8 @@ class Lead(SingleHost):
         self._server: LeadServer | None = None
         # arrival of the last snapshot that a diagnosis used, by host
         self._used: dict[int, float] = {}
-        self._decoded: dict[int, tuple[float, HostSnapshot | InvalidSnapshot]] = {}
+        # with the arrival of each
+        self._last_decoded: dict[int, tuple[float, HostSnapshot | InvalidSnapshot]] = {}
         # hosts that did not answer, with the arrival of their last snapshot
         self._late: dict[int, float] = {}
         self._run: BoxRun | None = None
@@ -104,7 +105,7 @@ class Lead(SingleHost):
         """
         if self._run is None:
             return False
-        reported = {rank for host in self._snapshots() for rank in self._ranks_of(host)}
+        reported = {rank for snapshot in self._decoded().values() for rank in _ranks_of(snapshot)}
         known = self._run.boxes.keys() | reported
         is_complete = self._is_shared or known >= set(range(self._run.world_size))
         return is_complete or time.monotonic() - self._started_at > SETTLE_S
@@ -114,7 +115,8 @@ class Lead(SingleHost):
         snapshots = self._snapshots()
         now = time.monotonic()
         excused = tuple(host for host, snapshot in snapshots.items() if now - snapshot.at < FRESH_S)
-        asked = [host for host in snapshots if host not in excused and not self._is_last(host)]
+        ended = [host for host, snapshot in self._decoded().items() if snapshot.is_last]
+        asked = [host for host in snapshots if host not in excused and host not in ended]
         if not asked:
             return
         self._state = replace(
@@ -153,9 +155,9 @@ class Lead(SingleHost):
         own = self._run.boxes if self._run is not None else {}
         hosts = {
             rank: host
-            for host in self._snapshots()
-            for rank in self._alive_on(host)
-            if rank not in own
+            for host, snapshot in self._decoded().items()
+            for rank, status in snapshot.statuses.items()
+            if status.alive and rank not in own
         }
         remote = [rank for rank in ranks if rank in hosts]
         saved = saved_statuses(self._folder)
@@ -171,9 +173,10 @@ class Lead(SingleHost):
         self._wait_for({hosts[rank] for rank in remote}, STACKS_S, shared)
         saved = saved_statuses(self._folder)
         statuses = {rank: status for rank, status in saved.items() if rank in shared}
+        decoded = self._decoded()
         for rank in remote:
-            snapshot = self._snapshot_of(hosts[rank])
-            if isinstance(snapshot, HostSnapshot) and rank in snapshot.statuses:
+            snapshot = decoded.get(hosts[rank])
+            if snapshot is not None and rank in snapshot.statuses:
                 statuses[rank] = snapshot.statuses[rank].to_dict()
         self._used |= {host: snapshot.at for host, snapshot in self._snapshots().items()}
         return statuses
@@ -186,14 +189,10 @@ class Lead(SingleHost):
     def may_exit(self, *, has_succeeded: bool) -> bool:
         """When the other hosts have ended too, or had some seconds more to ask what happened."""
         ended_s = self._lifetime.end()
-        answering = [
-            self._snapshot_of(host)
-            for host, received in self._snapshots().items()
-            if self._late.get(host) != received.at
-        ]
         others_run = any(
-            isinstance(snapshot, HostSnapshot) and not snapshot.is_last and _has_alive(snapshot)
-            for snapshot in answering
+            not snapshot.is_last and any(status.alive for status in snapshot.statuses.values())
+            for host, snapshot in self._decoded().items()
+            if self._late.get(host) != self._last_decoded[host][0]
         )
         is_needed = others_run or not (self.gives_verdicts or has_succeeded)
         has_time = min(ended_s, ready_s(self._server)) < LINGER_S and ended_s < MOST_LINGER_S
@@ -203,8 +202,7 @@ class Lead(SingleHost):
         return True
 
     def describe(self) -> dict[str, Any]:
-        snapshots = [self._snapshot_of(host) for host in sorted(self._snapshots())]
-        hosts = [snapshot.host for snapshot in snapshots if isinstance(snapshot, HostSnapshot)]
+        hosts = [snapshot.host for _, snapshot in sorted(self._decoded().items())]
         return {"role": "lead", "connected_to": hosts}
 
     def close(self) -> bool:
@@ -227,26 +225,19 @@ class Lead(SingleHost):
 
     def _snapshot_of(self, host: int) -> HostSnapshot | InvalidSnapshot:
         received = self._snapshots()[host]
-        decoded = self._decoded.get(host)
+        decoded = self._last_decoded.get(host)
         if decoded is None or decoded[0] != received.at:
-            decoded = self._decoded[host] = received.at, decode_snapshot(received.data)
+            decoded = self._last_decoded[host] = received.at, decode_snapshot(received.data)
         return decoded[1]
 
-    def _is_last(self, host: int) -> bool:
-        snapshot = self._snapshot_of(host)
-        return isinstance(snapshot, HostSnapshot) and snapshot.is_last
-
-    def _ranks_of(self, host: int) -> list[int]:
-        snapshot = self._snapshot_of(host)
-        if isinstance(snapshot, InvalidSnapshot) or _has_assumed_ranks(snapshot):
-            return []
-        return [summary.box_summary.rank for summary in snapshot.batch.rank_summaries]
-
-    def _alive_on(self, host: int) -> list[int]:
-        snapshot = self._snapshot_of(host)
-        if isinstance(snapshot, InvalidSnapshot):
-            return []
-        return [rank for rank, status in snapshot.statuses.items() if status.alive]
+    def _decoded(self) -> dict[int, HostSnapshot]:
+        """The valid snapshots by host."""
+        snapshots = {host: self._snapshot_of(host) for host in self._snapshots()}
+        return {
+            host: snapshot
+            for host, snapshot in snapshots.items()
+            if isinstance(snapshot, HostSnapshot)
+        }
 
     def _wait_for(
         self, hosts: Collection[int], patience_s: float, shared: Sequence[int] = ()
@@ -276,7 +267,7 @@ class Lead(SingleHost):
                 f"the processes of host {snapshot.host} have not called init_process_group, so"
                 " their ranks are unknown"
             )
-        ranks = self._ranks_of(host)
+        ranks = _ranks_of(snapshot)
         age_s = time.monotonic() - self._snapshots()[host].at
         if not snapshot.is_last and age_s > max(ANSWER_S, self._stall_s / 2):
             return (
@@ -346,5 +337,8 @@ def _has_assumed_ranks(snapshot: HostSnapshot) -> bool:
     return any(has_assumed_rank(summary.box_summary) for summary in snapshot.batch.rank_summaries)
 
 
-def _has_alive(snapshot: HostSnapshot) -> bool:
-    return any(status.alive for status in snapshot.statuses.values())
+def _ranks_of(snapshot: HostSnapshot) -> list[int]:
+    """The ranks of a snapshot, if its processes know them."""
+    if _has_assumed_ranks(snapshot):
+        return []
+    return [summary.box_summary.rank for summary in snapshot.batch.rank_summaries]
