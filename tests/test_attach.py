@@ -25,14 +25,13 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.processes import py_spy
 from torchwhere.processes.proc_files import all_processes, process_stat
 from torchwhere.processes.rank_processes import (
-    HelperKind,
     RankProcess,
     all_ranks,
     jobs_of_host,
     ranks_of,
     ranks_of_torchrun,
 )
-from torchwhere.processes.workers import children_of, descendants
+from torchwhere.processes.workers import HelperKind, children_of, descendants
 
 JOB = Path(__file__).with_name("unwatched_job.py")
 needs_py_spy = pytest.mark.skipif(py_spy.program() is None, reason="py-spy is not installed")

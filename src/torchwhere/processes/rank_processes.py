@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.grouping import grouped
 from torchwhere.processes import proc_files
 from torchwhere.processes.launcher import Launch, launch
-from torchwhere.processes.workers import DATA_WORKER, children_of, descendants
+from torchwhere.processes.workers import HelperKind, children_of, descendants, kind_of
 
 _GROUP_THREADS = ("pt_gloo_", "pt_nccl_", "pt_ucc_", "pt_mpi_")
 _TORCHRUN = re.compile(
@@ -35,14 +35,6 @@ _SLURM_JOB = "SLURM_JOB_ID"
 _JOBS = (("MASTER_ADDR", "MASTER_PORT"), (_SLURM_JOB, "SLURM_STEP_ID"), ("PMIX_NAMESPACE",))
 _MOST_LISTED = 16  # jobs in a message
 _OWN_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-
-
-class HelperKind(StrEnum):
-    """What a helper process does for its rank."""
-
-    DATA_WORKER = "DataLoader worker"
-    COMPILE_WORKER = "compile worker"
-    SUBPROCESS = "subprocess"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +169,9 @@ class _Host:
         has_rank = launch(self.environment(pid)).rank is not None or self.has_group(pid)
         if not has_rank or not self.is_python(pid) or self.is_like(pid, _LAUNCHER):
             return False
-        return self._kind(pid) is HelperKind.SUBPROCESS  # a worker may have outlived its rank
+        return kind_of(pid) is HelperKind.SUBPROCESS  # a worker may have outlived its rank
 
-    def job_of(self, pid: int) -> object:
+    def job_of(self, pid: int) -> Hashable:
         """What tells the job of a rank from other jobs."""
         variables = self.environment(pid)
         for names in _JOBS:
@@ -208,10 +200,7 @@ class _Host:
             and self.is_rank(pid)
             and self.has_torch(pid)
         )
-        jobs: dict[object, list[int]] = {}
-        for pid in ranks:
-            jobs.setdefault(self.job_of(pid), []).append(pid)
-        return list(jobs.values())
+        return list(grouped((self.job_of(pid), pid) for pid in ranks).values())
 
     def ranks_below(self, pid: int) -> list[int]:
         return self.outermost(child for child in self.descendants(pid) if self.is_rank(child))
@@ -251,17 +240,10 @@ class _Host:
 
     def helpers_of(self, pid: int, *, ranks: Sequence[int]) -> tuple[HelperProcess, ...]:
         return tuple(
-            HelperProcess(helper, self._kind(helper))
+            HelperProcess(helper, kind_of(helper))
             for helper in self.descendants(pid)
             if helper not in ranks and self.is_python(helper) and not self._is_own_helper(helper)
         )
-
-    def _kind(self, pid: int) -> HelperKind:
-        if proc_files.name_of(pid) == DATA_WORKER:
-            return HelperKind.DATA_WORKER
-        arguments = proc_files.command_line(pid)
-        is_compiling = any("compile_worker" in argument for argument in arguments)
-        return HelperKind.COMPILE_WORKER if is_compiling else HelperKind.SUBPROCESS
 
     def _is_own_helper(self, pid: int) -> bool:
         """Whether a process belongs to Python's multiprocessing itself."""

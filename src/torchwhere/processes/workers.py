@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from torchwhere.core.grouping import grouped
@@ -23,9 +24,25 @@ from torchwhere.processes.proc_files import (
     running,
 )
 
-DATA_WORKER = "pt_data_worker"  # torch gives this name to the workers of a DataLoader
+_DATA_WORKER = "pt_data_worker"  # torch gives this name to the workers of a DataLoader
 _SPAWNED = "multiprocessing"  # in the command line of a spawned worker
 _COMPILES = "compile_worker"  # in the command line of a worker of torch's compiler
+
+
+class HelperKind(StrEnum):
+    """What a helper process does for its rank."""
+
+    DATA_WORKER = "DataLoader worker"
+    COMPILE_WORKER = "compile worker"
+    SUBPROCESS = "subprocess"
+
+
+def kind_of(pid: int) -> HelperKind:
+    """What kind of helper a process is."""
+    if name_of(pid) == _DATA_WORKER:
+        return HelperKind.DATA_WORKER
+    is_compiling = _COMPILES in read_text(pid, "cmdline")
+    return HelperKind.COMPILE_WORKER if is_compiling else HelperKind.SUBPROCESS
 
 
 class Worker(NamedTuple):
@@ -43,9 +60,8 @@ class Worker(NamedTuple):
 
     def name(self) -> str:
         """What kind of worker it is."""
-        if name_of(self.pid) == DATA_WORKER:
-            return "DataLoader worker"
-        return "compile worker" if _COMPILES in read_text(self.pid, "cmdline") else "worker"
+        kind = kind_of(self.pid)
+        return "worker" if kind is HelperKind.SUBPROCESS else str(kind)
 
     def state(self) -> str | None:
         """R running, S sleeping, D in the kernel, T stopped; None if it has exited."""
@@ -84,5 +100,4 @@ def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> Iterator[int
 def _is_worker(pid: int, rank_pid: int) -> bool:
     command = read_text(pid, "cmdline")
     is_forked = command == read_text(rank_pid, "cmdline")  # a fork has that of its parent
-    is_started = _SPAWNED in command or _COMPILES in command
-    return is_forked or is_started or name_of(pid) == DATA_WORKER
+    return is_forked or _SPAWNED in command or kind_of(pid) is not HelperKind.SUBPROCESS
