@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.place import Certainty
 from torchwhere.core.rank_text import Ranks
 from torchwhere.diagnose.doctor.finding import Cause, Finding
@@ -23,6 +24,14 @@ from torchwhere.diagnose.stack_position import (
     position_of,
 )
 from torchwhere.processes.observation import RankObservation
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedCall:
+    """Ranks that wait in the same collective, at the same line."""
+
+    op: str
+    ranks: Ranks
 
 
 @dataclass(frozen=True)
@@ -82,16 +91,28 @@ class ObservedJob:
         devices = self.of_kind(PositionKind.DEVICE)
         return tuple(rank for rank in devices if self.positions[rank].is_still)
 
+    @cached_property
+    def elsewhere(self) -> Ranks:
+        return self.of_kind(PositionKind.ELSEWHERE)
+
+    @cached_property
+    def unclear(self) -> Ranks:
+        """Ranks that may be in a collective or not."""
+        kinds = (PositionKind.UNCLEAR, PositionKind.UNKNOWN, PositionKind.DEVICE)
+        return self.of_kind(*kinds) if self.waiting else self.of_kind(*kinds[:2])
+
+    @cached_property
+    def calls(self) -> tuple[ObservedCall, ...]:
+        """The collectives in which ranks wait, the largest first."""
+        positions = self.positions
+        by_call = grouped(
+            ((positions[rank].op, positions[rank].line), rank) for rank in self.waiting
+        )
+        calls = [ObservedCall(op or "", tuple(ranks)) for (op, _), ranks in by_call.items()]
+        return tuple(sorted(calls, key=lambda call: (-len(call.ranks), call.ranks)))
+
 
 # -- causes ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedCall:
-    """Ranks that wait in the same collective, at the same line."""
-
-    op: str
-    ranks: Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +120,7 @@ class AwaitedRanks(Cause):
     """Ranks that are not in the collective in which others wait, or that are stopped."""
 
     job: ObservedJob
-    calls: tuple[ObservedCall, ...]  # in which others wait; empty if none waits yet
     ranks: Ranks
-    on_device: Ranks  # wait for their devices
-    unclear: Ranks  # may be in the collective or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +128,6 @@ class OpenWait(Cause):
     """Ranks wait for other ranks or for their devices, and it is unknown for which rank."""
 
     job: ObservedJob
-    calls: tuple[ObservedCall, ...]
-    on_device: Ranks
-    elsewhere: Ranks
-    unclear: Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +135,6 @@ class AllWait(Cause):
     """All ranks of the job wait for other ranks."""
 
     job: ObservedJob
-    calls: tuple[ObservedCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,24 +201,22 @@ def _of_gone(job: ObservedJob, gone: Ranks) -> Finding:
 
 def _of_waiting(job: ObservedJob) -> Finding:
     """Ranks wait in a collective: for ranks elsewhere, or for ranks of which little is known."""
-    elsewhere = job.of_kind(PositionKind.ELSEWHERE)
-    moving = _not_still(job, PositionKind.COLLECTIVE)
-    if elsewhere:
-        is_clear = _is_clear(job, elsewhere) and not moving
-        return _awaited(job, elsewhere) if is_clear else _open(job)
-    if _unclear(job) or moving or not job.is_complete:
+    is_moving = len(job.of_kind(PositionKind.COLLECTIVE)) > len(job.waiting)
+    if job.elsewhere:
+        is_clear = _is_clear(job) and not is_moving
+        return _awaited(job, job.elsewhere) if is_clear else _open(job)
+    if job.unclear or is_moving or not job.is_complete:
         return _open(job)
-    calls = _calls(job)
     return Finding(
-        VerdictKind.TOGETHER if len(calls) == 1 else VerdictKind.DEADLOCK,
-        AllWait(job, calls),
+        VerdictKind.TOGETHER if len(job.calls) == 1 else VerdictKind.DEADLOCK,
+        AllWait(job),
         certainty=Certainty.INFERRED,
         stalled_s=job.seconds,
         blocked=frozenset(job.waiting),
     )
 
 
-def _is_clear(job: ObservedJob, elsewhere: Ranks) -> bool:
+def _is_clear(job: ObservedJob) -> bool:
     """Whether the ranks elsewhere are the ones that the others wait for.
 
     If all waiting ranks are in one collective, it lacks every rank that is elsewhere. If they are
@@ -213,26 +224,24 @@ def _is_clear(job: ObservedJob, elsewhere: Ranks) -> bool:
     that saves or compiles may only be slow. A rank that works may not be a member of the group: it
     is named only if it is the only rank that is not in the one collective.
     """
-    if any(job.positions[rank].is_long_work for rank in elsewhere):
+    positions = [job.positions[rank] for rank in job.elsewhere]
+    if any(position.is_long_work for position in positions):
         return False
-    calls = _calls(job)
-    is_one_collective = len(calls) == 1 and calls[0].op not in WAITS_FOR_ONE
-    if any(job.positions[rank].is_working for rank in elsewhere):
-        return is_one_collective and len(elsewhere) == 1
+    is_one_collective = len(job.calls) == 1 and job.calls[0].op not in WAITS_FOR_ONE
+    if any(position.is_working for position in positions):
+        return is_one_collective and len(positions) == 1
     if is_one_collective:
         return True
-    places = {(job.positions[rank].line, job.positions[rank].library_line) for rank in elsewhere}
-    return len(elsewhere) == 1 or (len(places) == 1 and not _unclear(job) and job.is_complete)
+    places = {(position.line, position.library_line) for position in positions}
+    return len(positions) == 1 or (len(places) == 1 and not job.unclear and job.is_complete)
 
 
 def _of_devices(job: ObservedJob) -> Finding:
     """Ranks wait for their devices: what is queued there, only the flight recorder shows."""
-    elsewhere = job.of_kind(PositionKind.ELSEWHERE)
+    elsewhere = job.elsewhere
     is_single = len(elsewhere) == 1 and job.positions[elsewhere[0]].is_still
     others = len(job.on_device) + len(elsewhere) == len(job.ranks)
-    if is_single and others:
-        return _awaited(job, elsewhere)
-    return _open(job)
+    return _awaited(job, elsewhere) if is_single and others else _open(job)
 
 
 def _of_no_wait(job: ObservedJob) -> Finding:
@@ -260,7 +269,7 @@ def _of_no_wait(job: ObservedJob) -> Finding:
 def _awaited(job: ObservedJob, ranks: Ranks) -> Finding:
     return Finding(
         VerdictKind.MISSING,
-        AwaitedRanks(job, _calls(job), ranks, job.on_device, _unclear(job)),
+        AwaitedRanks(job, ranks),
         culprits=ranks,
         certainty=Certainty.INFERRED,
         stalled_s=job.seconds,
@@ -269,36 +278,10 @@ def _awaited(job: ObservedJob, ranks: Ranks) -> Finding:
 
 
 def _open(job: ObservedJob) -> Finding:
-    cause = OpenWait(
-        job,
-        _calls(job),
-        job.on_device,
-        job.of_kind(PositionKind.ELSEWHERE),
-        _unclear(job),
-    )
     return Finding(
         VerdictKind.MISSING,
-        cause,
+        OpenWait(job),
         certainty=Certainty.UNKNOWN,
         stalled_s=job.seconds,
         blocked=frozenset((*job.waiting, *job.on_device)),
     )
-
-
-def _unclear(job: ObservedJob) -> Ranks:
-    kinds = (PositionKind.UNCLEAR, PositionKind.UNKNOWN, PositionKind.DEVICE)
-    return job.of_kind(*kinds) if job.waiting else job.of_kind(*kinds[:2])
-
-
-def _not_still(job: ObservedJob, kind: PositionKind) -> Ranks:
-    return tuple(rank for rank in job.of_kind(kind) if not job.positions[rank].is_still)
-
-
-def _calls(job: ObservedJob) -> tuple[ObservedCall, ...]:
-    """The collectives in which ranks wait, the largest first."""
-    by_call: dict[tuple[str | None, str | None], list[int]] = {}
-    for rank in job.waiting:
-        position = job.positions[rank]
-        by_call.setdefault((position.op, position.line), []).append(rank)
-    calls = [ObservedCall(op or "", tuple(ranks)) for (op, _), ranks in by_call.items()]
-    return tuple(sorted(calls, key=lambda call: (-len(call.ranks), call.ranks)))

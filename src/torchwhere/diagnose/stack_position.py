@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from torchwhere.diagnose.doctor.stacks import StackFrame, frames
+from torchwhere.diagnose.doctor.stacks import StackFrame, frames, stack_lines
 from torchwhere.processes.observation import RankObservation, ThreadStack
 
 _COLLECTIVES = frozenset(
@@ -154,7 +154,7 @@ def position_of(observation: RankObservation) -> StackPosition:
         return StackPosition(kind)
     op, thread = collective_in(main), main
     kind = _kind(main, op)
-    if kind is PositionKind.ELSEWHERE and _waits_for_thread(main):
+    if kind is PositionKind.ELSEWHERE and _has_called(main, _WAITS_FOR_THREAD):
         for other in observation.others:
             if (other_op := collective_in(other)) is not None:
                 kind, op, thread = PositionKind.COLLECTIVE, other_op, other
@@ -163,12 +163,12 @@ def position_of(observation: RankObservation) -> StackPosition:
     return StackPosition(
         kind,
         op,
-        line=_user_line(main, observation.folder),
+        line=stack_lines(main.stack, folder=observation.folder)["line"],
         library_line=_library_line(main),
         forward_line=_forward_line(main, observation.folder),
         thread=thread.name if thread is not main else None,
         is_still=_is_still(thread, kind, op),
-        is_long_work=main.has_run and _is_long_work(main),
+        is_long_work=main.has_run and _has_called(main, _LONG_WORK),
         is_working=_is_working(main, observation.seconds),
     )
 
@@ -232,12 +232,9 @@ def _may_wait_in_native(main: ThreadStack) -> bool:
     return is_torch and (_name(own[0]) in _NATIVE_WAITS or _DISTRIBUTED in own[0].where)
 
 
-def _is_long_work(main: ThreadStack) -> bool:
-    return any(_LONG_WORK.search(frame.where) for frame in _inside(main))
-
-
-def _waits_for_thread(main: ThreadStack) -> bool:
-    return any(_WAITS_FOR_THREAD.search(frame.where) for frame in _inside(main))
+def _has_called(main: ThreadStack, pattern: re.Pattern[str]) -> bool:
+    """Whether the user's line has called something in such a file."""
+    return any(pattern.search(frame.where) for frame in _inside(main))
 
 
 # -- frames ----------------------------------------------------------------------------------------
@@ -251,12 +248,6 @@ def _inside(thread: ThreadStack) -> list[StackFrame]:
 def _name(frame: StackFrame) -> str:
     """The name of a function without its class: since Python 3.11, py-spy gives both."""
     return frame.function.rpartition(".")[2]
-
-
-def _user_line(thread: ThreadStack, folder: str) -> str | None:
-    lines = (frame.where for frame in frames(thread.stack) if frame.is_users)
-    line = next(lines, None)
-    return line.removeprefix(f"{folder}/") if line is not None else None
 
 
 def _library_line(thread: ThreadStack) -> str | None:

@@ -150,7 +150,7 @@ def _context(job: AttachedJob) -> Context:
 
 def _collective(cause: Cause) -> dict[str, object] | None:
     """The collective that most ranks wait in, for JSON."""
-    calls = cause.calls if isinstance(cause, AwaitedRanks | OpenWait | AllWait) else ()
+    calls = cause.job.calls if isinstance(cause, AwaitedRanks | OpenWait | AllWait) else ()
     return {"op": calls[0].op, "number": None, "group": None} if calls else None
 
 

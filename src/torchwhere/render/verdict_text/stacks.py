@@ -15,7 +15,6 @@ from torchwhere.diagnose.stack_hang import (
     AwaitedRanks,
     GoneRanks,
     NoHangSeen,
-    ObservedCall,
     ObservedJob,
     OpenWait,
     PartlyBlocked,
@@ -77,26 +76,26 @@ def awaited_ranks_text(cause: AwaitedRanks, context: Context) -> list[str]:
     ranks = subject_text(cause.ranks)
     is_are = agree(cause.ranks, "is", "are")
     lines = [f"{ranks} {is_are} {_reason_text(cause)}."]
-    lines += _waits_text(context, cause.calls, cause.on_device)
+    lines += _waits_text(context, cause.job)
     for rank in cause.ranks[:_MOST_RANKS]:
         is_inside = cause.job.positions[rank].op is not None
-        instead = " instead" if cause.calls and not is_inside else ""
+        instead = " instead" if cause.job.calls and not is_inside else ""
         lines += _rank_text(context, cause.job, rank, instead=instead)
     if len(cause.ranks) > _MOST_RANKS:
         lines.append(f"  and {len(cause.ranks) - _MOST_RANKS} more")
-    return lines + _unclear_text(cause.job, cause.unclear)
+    return lines + _unclear_text(cause.job, cause.job.unclear)
 
 
 def _reason_text(cause: AwaitedRanks) -> str:
     is_stopped = all(cause.job.positions[rank].kind is PositionKind.STOPPED for rank in cause.ranks)
     if is_stopped:
         return "stopped by a signal, and cannot continue"
-    if not cause.calls:
-        return f"blocked, while {ranks_phrase(cause.on_device)} wait for their devices"
-    waiting = _waiting(cause.calls)
-    wait = agree(waiting, "waits", "wait")
-    ops = " or ".join(_op_text(op) for op in dict.fromkeys(call.op for call in cause.calls))
-    return f"not in {ops} in which {ranks_phrase(waiting)} {wait}"
+    job = cause.job
+    if not job.calls:
+        return f"blocked, while {ranks_phrase(job.on_device)} wait for their devices"
+    wait = agree(job.waiting, "waits", "wait")
+    ops = " or ".join(_op_text(op) for op in dict.fromkeys(call.op for call in job.calls))
+    return f"not in {ops} in which {ranks_phrase(job.waiting)} {wait}"
 
 
 def _op_text(op: str) -> str:
@@ -106,30 +105,30 @@ def _op_text(op: str) -> str:
 
 def open_wait_text(cause: OpenWait, context: Context) -> list[str]:
     job = cause.job
-    waiting = (*_waiting(cause.calls), *cause.on_device)
+    waiting = (*job.waiting, *job.on_device)
     verb = agree(waiting, "waits", "wait")
     lines = [f"{subject_text(sorted(waiting))} {verb}, and it is not known for which rank."]
-    lines += _waits_text(context, cause.calls, cause.on_device)
-    for rank in cause.elsewhere[:_MOST_RANKS]:
+    lines += _waits_text(context, job)
+    for rank in job.elsewhere[:_MOST_RANKS]:
         lines += _rank_text(context, job, rank)
-    lines += _unclear_text(job, cause.unclear)
+    lines += _unclear_text(job, job.unclear)
     if job.unseen:
         it_was = agree(job.unseen, "it was", "they were")
         lines.append(
             f"Look at {ranks_phrase(job.unseen)} first: {it_was} not found on the hosts that"
             " torchwhere looked at."
         )
-    if any(job.positions[rank].is_long_work for rank in cause.elsewhere):
+    if any(job.positions[rank].is_long_work for rank in job.elsewhere):
         lines.append("If a rank saves, compiles or imports, the others wait until it is done.")
-    return [*lines, _FLIGHT_RECORDER] if cause.on_device else lines
+    return [*lines, _FLIGHT_RECORDER] if job.on_device else lines
 
 
 def all_wait_text(cause: AllWait, context: Context) -> list[str]:
-    count = len(cause.job.ranks)
-    waits = _waits_text(context, cause.calls, ())
-    if len(cause.calls) > 1:
+    count, calls = len(cause.job.ranks), cause.job.calls
+    waits = _waits_text(context, cause.job)
+    if len(calls) > 1:
         return [
-            f"All {count} ranks wait for other ranks, in {len(cause.calls)} different calls.",
+            f"All {count} ranks wait for other ranks, in {len(calls)} different calls.",
             *waits,
             (
                 "Likely cause: ranks took different code paths, or issued the calls of several"
@@ -137,7 +136,7 @@ def all_wait_text(cause: AllWait, context: Context) -> list[str]:
                 " calls."
             ),
         ]
-    op = cause.calls[0].op
+    op = calls[0].op
     all_wait = f"{all_ranks_text(count, single='waits', several='wait')} in {op}, at the same line."
     if op in WAITS_FOR_ONE:
         return [all_wait, *waits, _PEERS_NOT_KNOWN]
@@ -200,22 +199,16 @@ def partly_blocked_text(cause: PartlyBlocked, context: Context) -> list[str]:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _waiting(calls: Iterable[ObservedCall]) -> list[int]:
-    return sorted(rank for call in calls for rank in call.ranks)
-
-
-def _waits_text(
-    context: Context, calls: Sequence[ObservedCall], on_device: Sequence[int]
-) -> list[str]:
+def _waits_text(context: Context, job: ObservedJob) -> list[str]:
     lines = []
-    for call in calls[:_MOST_COHORTS]:
+    for call in job.calls[:_MOST_COHORTS]:
         place = in_place(context.place(call.ranks[0]))
-        op = f" in {call.op}" if len(calls) > 1 else ""
+        op = f" in {call.op}" if len(job.calls) > 1 else ""
         lines.append(f"  waiting: {ranks_phrase(call.ranks)},{op} {place}")
-    if on_device:
-        place = in_place(context.place(on_device[0]))
-        lines.append(f"  waiting for their devices: {ranks_phrase(on_device)}, {place}")
-    return lines + _gpus_text(context, on_device)
+    if job.on_device:
+        place = in_place(context.place(job.on_device[0]))
+        lines.append(f"  waiting for their devices: {ranks_phrase(job.on_device)}, {place}")
+    return lines + _gpus_text(context, job.on_device)
 
 
 def _gpus_text(context: Context, ranks: Sequence[int]) -> list[str]:
