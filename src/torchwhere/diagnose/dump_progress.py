@@ -48,7 +48,6 @@ class PendingCall:
 class RankProgress:
     """The progress of one rank."""
 
-    rank: int
     pending: tuple[PendingCall, ...]  # in the order of issue
     issued: Mapping[str, int]  # the number of issued collectives of each group, where known
     messages: Mapping[MessageStream, MessageCount]

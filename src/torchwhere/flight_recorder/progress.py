@@ -34,7 +34,6 @@ def job_progress(run: Dumps) -> JobProgress:
     used = {call.group for calls in pending.values() for call in calls if call.number > 0}
     ranks = {
         rank: RankProgress(
-            rank=rank,
             pending=pending[rank],
             issued=_issued(box, groups[rank], used),
             messages=box.messages,

@@ -13,7 +13,6 @@ import select
 import struct
 import time
 from collections.abc import Set
-from types import TracebackType
 
 # From linux/pidfd.h: the size of the first version of struct pidfd_info, and the offsets of its
 # mask and exit status.
@@ -22,7 +21,6 @@ _MASK_AT = 0
 _STATUS_AT = 60
 _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 _INFO_EXIT = 1 << 3
-_CODE_READ = -1  # in place of a pidfd
 
 
 class ExitWaiter:
@@ -31,20 +29,15 @@ class ExitWaiter:
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}  # by pid
-        self._exited: dict[int, int] = {}  # likewise, until the exit code is read
+        self._exited: dict[int, int | None] = {}  # likewise; None once the exit code is read
 
     def __enter__(self) -> ExitWaiter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.keep(set())
         for pidfd in self._exited.values():
-            if pidfd != _CODE_READ:
+            if pidfd is not None:
                 os.close(pidfd)
         self._exited.clear()
 
@@ -83,12 +76,11 @@ class ExitWaiter:
         """
         codes = {}
         for pid, pidfd in self._exited.items():
-            code = _exit_code(pidfd) if pidfd != _CODE_READ else None
-            if code is not None:
+            code = _exit_code(pidfd) if pidfd is not None else None
+            if pidfd is not None and code is not None:
                 codes[pid] = code
-        for pid in codes:
-            os.close(self._exited[pid])
-            self._exited[pid] = _CODE_READ
+                os.close(pidfd)
+                self._exited[pid] = None
         return codes
 
 

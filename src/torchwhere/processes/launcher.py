@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
 # Programs and modules that start ranks. Under Slurm, or in a pod, they have rank variables too.
 LAUNCHER_PROGRAMS = frozenset(
@@ -33,7 +33,7 @@ LAUNCHER_PROGRAMS = frozenset(
     }
 )
 _Names = tuple[str, ...]
-_IDENTITY = ("rank", "world_size")  # launchers that differ here describe different processes
+_IDENTITY = {"rank", "world_size"}  # launchers that differ here describe different processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +98,13 @@ _LAUNCHERS: tuple[dict[str, _Names], ...] = (
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Describe this process."""
-    merged = Launch()
+    known: dict[str, int] = {}
     for names in _LAUNCHERS:
-        launcher = _read(names, environment)
-        if all(_agree(getattr(merged, name), getattr(launcher, name)) for name in _IDENTITY):
-            values = asdict(launcher).items()
-            merged = replace(
-                merged, **{name: value for name, value in values if getattr(merged, name) is None}
-            )
-    return merged
+        values = _read(names, environment)
+        same = known.keys() & values.keys() & _IDENTITY
+        if all(known[name] == values[name] for name in same):
+            known = values | known
+    return Launch(**known)
 
 
 def program() -> str:
@@ -121,14 +119,12 @@ def program() -> str:
     )
 
 
-def _agree(value: int | None, other: int | None) -> bool:
-    return value is None or other is None or value == other
-
-
-def _read(names: Mapping[str, _Names], environment: Mapping[str, str]) -> Launch:
+def _read(names: Mapping[str, _Names], environment: Mapping[str, str]) -> dict[str, int]:
+    """The values that one launcher has set, by field."""
     if "SLURM_PROCID" in names["rank"] and _is_batch_script(environment):
-        return Launch()
-    return Launch(**{field: _number(variables, environment) for field, variables in names.items()})
+        return {}
+    values = {field: _number(variables, environment) for field, variables in names.items()}
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _number(names: _Names, environment: Mapping[str, str]) -> int | None:

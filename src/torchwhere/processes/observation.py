@@ -68,11 +68,6 @@ class RankObservation:
         return self.state is not None
 
     @property
-    def is_still(self) -> bool:
-        """Whether its main thread did not run between the first and the last look."""
-        return self.main is not None and not self.main.has_run
-
-    @property
     def status(self) -> ProcessStatus:
         """The same as the doctor reads it."""
         main = self.main

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchwhere.core.errors import TorchwhereError
@@ -51,10 +51,14 @@ class RankProcess:
 
     pid: int
     rank: int
-    is_assumed: bool  # the rank is not in its environment
     launched: Launch
     started: int  # ticks since boot
     helpers: tuple[HelperProcess, ...] = ()
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether the rank is not in its environment."""
+        return self.launched.rank is None
 
 
 def ranks_of(pids: Sequence[int]) -> list[RankProcess]:
@@ -269,36 +273,31 @@ def _program(arguments: Sequence[str]) -> str:
 
 
 def _numbered(host: _Host, pids: Sequence[int]) -> list[RankProcess]:
-    """The ranks in order. Assumes the numbers of processes without rank variables."""
-    processes = [
+    """The ranks in order."""
+    launched = {pid: launch(host.environment(pid)) for pid in pids}
+    return [
         RankProcess(
-            pid,
-            launched.rank if launched.rank is not None else -1,
-            launched.rank is None,
-            launched,
-            host.stats[pid].started,
-            host.helpers_of(pid, ranks=pids),
+            pid, rank, launched[pid], host.stats[pid].started, host.helpers_of(pid, ranks=pids)
         )
-        for pid in pids
-        for launched in [launch(host.environment(pid))]
+        for rank, pid in sorted(_by_rank(host, launched).items())
     ]
-    if all(process.is_assumed for process in processes):
-        in_order = sorted(processes, key=lambda process: (process.started, process.pid))
-        return [replace(process, rank=rank) for rank, process in enumerate(in_order)]
-    _check_ranks(processes)
-    return sorted(processes, key=lambda process: process.rank)
 
 
-def _check_ranks(processes: Sequence[RankProcess]) -> None:
+def _by_rank(host: _Host, launched: Mapping[int, Launch]) -> dict[int, int]:
+    """The process id of each rank. Assumes the ranks of processes without rank variables."""
+    if all(process.rank is None for process in launched.values()):
+        in_order = sorted(launched, key=lambda pid: (host.stats[pid].started, pid))
+        return dict(enumerate(in_order))
     by_rank: dict[int, int] = {}
-    for process in processes:
-        if process.is_assumed:
+    for pid, process in launched.items():
+        if process.rank is None:
             raise TorchwhereError(
-                f"process {process.pid} has no rank variables, but others have. Give only ranks"
+                f"process {pid} has no rank variables, but others have. Give only ranks"
             )
-        other = by_rank.setdefault(process.rank, process.pid)
-        if other != process.pid:
+        other = by_rank.setdefault(process.rank, pid)
+        if other != pid:
             raise TorchwhereError(
-                f"processes {other} and {process.pid} both have rank {process.rank}. Give the"
-                " process ids of one job"
+                f"processes {other} and {pid} both have rank {process.rank}. Give the process ids"
+                " of one job"
             )
+    return by_rank
