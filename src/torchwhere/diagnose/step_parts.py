@@ -29,12 +29,12 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_LOADS, FLAG_ON_DEVICE, FLAG_SAVES
 from torchwhere.blackbox.step_clock import StepPart
 from torchwhere.blackbox.step_times import StepTimes, step_times
+from torchwhere.core.arrays import AnyArray, Bools, Ints, Times
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
 from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream, arrivals
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
-from torchwhere.diagnose.clocks.line import Times
 
 MOST_STEPS = 100
 WAIT, OTHER = "wait", StepPart.OTHER.label
@@ -188,13 +188,11 @@ def _parts(box: Box, own: _RankTimes, clocks: HostClocks, job_arrivals: JobArriv
     )
 
 
-def _is_of_training(
-    rows: npt.NDArray[Any], threads: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
+def _is_of_training(rows: AnyArray, threads: Ints) -> Bools:
     """Which calls block the thread whose steps are timed. A wait of another thread, for example one
     that saves a checkpoint in the background, is no part of a step; but a backward may run on
     threads of the autograd engine."""
-    is_own: npt.NDArray[np.bool_] = rows["thread"] == threads
+    is_own: Bools = rows["thread"] == threads
     is_own |= np.isin(rows["pass"], (Pass.BACKWARD, Pass.RECOMPUTE))
     return is_own
 
@@ -220,12 +218,12 @@ def _waits_ns(
     return np.where(counts, np.maximum(waits, 0), 0)
 
 
-def _is_on_host(box: Box, calls: CallTimes) -> npt.NDArray[np.bool_]:
-    is_on_host: npt.NDArray[np.bool_] = box.records["flags"][calls.at] & FLAG_ON_DEVICE == 0
+def _is_on_host(box: Box, calls: CallTimes) -> Bools:
+    is_on_host: Bools = box.records["flags"][calls.at] & FLAG_ON_DEVICE == 0
     return is_on_host
 
 
-def _ends_backward(box: Box, calls: CallTimes) -> npt.NDArray[np.bool_]:
+def _ends_backward(box: Box, calls: CallTimes) -> Bools:
     """Which calls are the last asynchronous ones of a backward pass: the next record is not another
     one."""
     records = box.records
@@ -235,9 +233,9 @@ def _ends_backward(box: Box, calls: CallTimes) -> npt.NDArray[np.bool_]:
     return is_async & ~follows
 
 
-def _is_async_in_backward(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def _is_async_in_backward(rows: AnyArray) -> Bools:
     is_call = (rows["kind"] == Kind.COLLECTIVE) & (rows["flags"] & FLAG_ASYNC != 0)
-    is_in_backward: npt.NDArray[np.bool_] = is_call & (rows["pass"] == Pass.BACKWARD)
+    is_in_backward: Bools = is_call & (rows["pass"] == Pass.BACKWARD)
     return is_in_backward
 
 

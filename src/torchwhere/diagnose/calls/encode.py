@@ -21,6 +21,7 @@ from torchwhere.blackbox.device import DeviceState, device_state, device_times
 from torchwhere.blackbox.ring import usual_step_ns
 from torchwhere.blackbox.string_table import Group, json_int, ranks_of
 from torchwhere.blackbox.summary import BoxSummary, summarize
+from torchwhere.core.arrays import AnyArray, Ints
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Place
@@ -96,12 +97,12 @@ class CallBatch:
     """
 
     rank_summaries: list[RankSummary]
-    codes: npt.NDArray[Any]  # index into the pairs of the rank
-    steps: npt.NDArray[Any]
-    records: npt.NDArray[Any]  # record numbers
-    ticks: npt.NDArray[Any]  # times
+    codes: AnyArray  # index into the pairs of the rank
+    steps: AnyArray
+    records: AnyArray  # record numbers
+    ticks: AnyArray  # times
     # µs from the issue of a call to when the device reached it, plus 1; 0: unknown
-    delays: npt.NDArray[Any]
+    delays: AnyArray
     pairs: npt.NDArray[np.int32]  # local ids of signature and call site; -1 if unknown
     # what got a local id since the batch before, in the order of the ids
     groups: list[Group] = field(default_factory=list)
@@ -112,11 +113,11 @@ class CallBatch:
 class _Columns(NamedTuple):
     """The arrays of one rank."""
 
-    codes: npt.NDArray[Any]
-    steps: npt.NDArray[Any]
-    records: npt.NDArray[Any]
-    ticks: npt.NDArray[Any]
-    delays: npt.NDArray[Any]
+    codes: AnyArray
+    steps: AnyArray
+    records: AnyArray
+    ticks: AnyArray
+    delays: AnyArray
 
 
 _NO_CALLS = _Columns(*(np.empty(0, np.uint8) for _ in _Columns._fields))
@@ -188,7 +189,7 @@ def _columns(box: Box, calls: SortedCalls) -> tuple[_Columns, dict[str, Any]]:
     return columns, bases
 
 
-def _delays(box: Box, order: npt.NDArray[Any], times: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+def _delays(box: Box, order: AnyArray, times: Ints) -> AnyArray:
     """Returns how long after the CPU the device of a rank came to each call."""
     if not box.has_device:
         return np.zeros(len(order), np.uint8)

@@ -12,7 +12,6 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import (
@@ -24,6 +23,7 @@ from torchwhere.blackbox.file_format import (
     certainty_of,
 )
 from torchwhere.blackbox.string_table import Group, group_of, json_value
+from torchwhere.core.arrays import AnyArray, Bools, Ints, Words
 from torchwhere.core.events import Kind
 from torchwhere.core.grouping import Interner
 from torchwhere.core.place import PASS_LABELS
@@ -51,7 +51,7 @@ class NewIds(NamedTuple):
 class _PreviousBox(NamedTuple):
     """The record classes of the box before, and what its string table had for them."""
 
-    examples: npt.NDArray[np.int64]
+    examples: Ints
     signature_entries: list[int]  # table entries of the signatures; 0 if not a collective
     entries: list[int]  # all table entries that the call sites use
     names: list[tuple[int, str] | None]
@@ -125,7 +125,7 @@ class LocalIds:
     # -- calls -------------------------------------------------------------------------------------
 
     def pairs(
-        self, box: Box, records: npt.NDArray[Any], classes: RecordClasses, groups: dict[str, int]
+        self, box: Box, records: AnyArray, classes: RecordClasses, groups: dict[str, int]
     ) -> tuple[list[tuple[int, int]], list[StreamKey | None]]:
         """Returns signature and call site of each class of records, and the stream of each class.
 
@@ -160,7 +160,7 @@ class LocalIds:
         return signature_id
 
     def _call_sites_of(
-        self, box: Box, records: npt.NDArray[Any], classes: RecordClasses
+        self, box: Box, records: AnyArray, classes: RecordClasses
     ) -> tuple[list[int], list[int]]:
         """Returns the table entry of the signature and the call site id of each class."""
         previous, name_of = self._previous, box.names.get
@@ -240,10 +240,10 @@ class IdMap:
     signatures: list[Signature] = field(default_factory=list)  # by local id
     call_sites: list[CallSite] = field(default_factory=list)  # by local id
     # The shared id of local id i is at i + 1: a call of an unknown group has the local id -1.
-    signature_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
-    site_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
+    signature_ids: Words = field(default_factory=lambda: np.zeros(1, np.uint64))
+    site_ids: Words = field(default_factory=lambda: np.zeros(1, np.uint64))
     # for each signature, whether its call site is compared
-    has_site_id: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(1, np.bool_))
+    has_site_id: Bools = field(default_factory=lambda: np.ones(1, np.bool_))
 
     def extend(self, new: NewIds, shared: SharedIds) -> None:
         """Adds the next local ids of the encoder."""

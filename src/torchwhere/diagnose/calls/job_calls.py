@@ -19,6 +19,7 @@ from torchwhere.blackbox.reader import BoxReader, read_or_empty
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.string_table import Group
 from torchwhere.blackbox.summary import BoxSummary
+from torchwhere.core.arrays import Ints
 from torchwhere.core.grouping import grouped
 from torchwhere.core.worker_pool import Progress, ProgressCounter, default_workers, run_jobs
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary
@@ -41,10 +42,10 @@ class CallCounts(NamedTuple):
     The arrays have one item for each rank and pair that occurs.
     """
 
-    ranks: npt.NDArray[np.int64]
+    ranks: Ints
     pairs: npt.NDArray[np.int32]  # local ids of signature and call site
-    counts: npt.NDArray[np.int64]
-    within: npt.NDArray[np.int64]  # how many of them are in the wanted steps
+    counts: Ints
+    within: Ints  # how many of them are in the wanted steps
     signatures: list[Signature]  # by local id
     call_sites: list[CallSite]  # by local id
     groups: list[int]  # the shared id of each local group id

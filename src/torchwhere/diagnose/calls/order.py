@@ -9,12 +9,12 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.ring import as_words
+from torchwhere.core.arrays import AnyArray, Ints, Words
 from torchwhere.diagnose.calls.keys import StreamKey
 
 # Two threads may record two calls in the wrong order. A number that falls back by more than this
@@ -39,8 +39,8 @@ _FACTORS = np.array(
 class RecordClasses(NamedTuple):
     """Classes of records that are equal in kind, signature and place."""
 
-    codes: npt.NDArray[np.int64]  # the class of each record
-    examples: npt.NDArray[np.int64]  # the first record of each class
+    codes: Ints  # the class of each record
+    examples: Ints  # the first record of each class
 
 
 class Stretch(NamedTuple):
@@ -58,8 +58,8 @@ class SortedCalls(NamedTuple):
     Calls of unknown groups and calls before a gap in the numbers are left out.
     """
 
-    order: npt.NDArray[np.int64]  # indexes of the records
-    codes: npt.NDArray[Any]
+    order: Ints  # indexes of the records
+    codes: AnyArray
     stretches: list[Stretch]
     last: tuple[StreamKey, int] | None  # stream and number of the last call of all
 
@@ -67,13 +67,13 @@ class SortedCalls(NamedTuple):
 class _Order(NamedTuple):
     """The order of a rank's calls by stream, and what it was computed from."""
 
-    of: npt.NDArray[np.int64]  # the codes; the array itself is compared, not its contents
+    of: Ints  # the codes; the array itself is compared, not its contents
     length: int  # how many of these codes were used
     streams: list[int]  # the stream of each code
-    order: npt.NDArray[np.int64]
-    codes: npt.NDArray[Any]
-    begins: npt.NDArray[np.int64]  # of each stream
-    ends: npt.NDArray[np.int64]
+    order: Ints
+    codes: AnyArray
+    begins: Ints  # of each stream
+    ends: Ints
 
 
 class CallSorter:
@@ -84,7 +84,7 @@ class CallSorter:
         self._classes = RecordClasses(np.empty(0, np.int64), np.empty(0, np.int64))
         self._order: _Order | None = None
 
-    def classify(self, records: npt.NDArray[Any]) -> RecordClasses:
+    def classify(self, records: AnyArray) -> RecordClasses:
         """Finds the records that are equal in kind, signature and place."""
         columns, previous = as_words(records).T[_WORDS] & _MASKS, self._classes
         may_reuse = previous.examples.max(initial=-1) < len(records) <= len(previous.codes)
@@ -94,7 +94,7 @@ class CallSorter:
         return self._classes
 
     def sort(
-        self, numbers: npt.NDArray[Any], classes: RecordClasses, keys: Sequence[StreamKey | None]
+        self, numbers: AnyArray, classes: RecordClasses, keys: Sequence[StreamKey | None]
     ) -> SortedCalls:
         """Sorts calls by stream, and by number within each stream.
 
@@ -118,7 +118,7 @@ class CallSorter:
         last = _last(by_stream.order, stretches)
         return SortedCalls(by_stream.order, by_stream.codes, stretches, last)
 
-    def _by_stream(self, streams: list[int], codes: npt.NDArray[np.int64], count: int) -> _Order:
+    def _by_stream(self, streams: list[int], codes: Ints, count: int) -> _Order:
         previous, of = self._order, self._classes.codes
         if (
             previous is not None
@@ -138,7 +138,7 @@ class CallSorter:
         return self._order
 
 
-def _classes(columns: npt.NDArray[np.uint64]) -> RecordClasses:
+def _classes(columns: Words) -> RecordClasses:
     # Sorting by a hash brings equal records together.
     order = (columns * _FACTORS).sum(axis=0).argsort()
     in_order = columns[:, order]
@@ -152,11 +152,9 @@ def _classes(columns: npt.NDArray[np.uint64]) -> RecordClasses:
     return RecordClasses(codes, np.minimum.reduceat(order, starts) if len(order) else order)
 
 
-def _without_gaps(
-    by_stream: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[StreamKey]
-) -> SortedCalls:
+def _without_gaps(by_stream: _Order, numbers: Ints, keys: Sequence[StreamKey]) -> SortedCalls:
     """Keeps the newest calls of each stream that have consecutive numbers."""
-    pieces: list[npt.NDArray[np.int64]] = []
+    pieces: list[Ints] = []
     stretches: list[Stretch] = []
     begin, at = 0, 0
     for key, end in zip(keys, by_stream.ends.tolist(), strict=True):
@@ -169,19 +167,17 @@ def _without_gaps(
     return SortedCalls(order, by_stream.codes[rows], stretches, _last(order, stretches))
 
 
-def _newest(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _newest(numbers: Ints) -> Ints:
     """Returns the indexes of the newest calls with consecutive numbers, ordered by number."""
     restarts = np.flatnonzero(numbers[1:] < numbers[:-1] - _SWAPPED)
     start = int(restarts[-1]) + 1 if len(restarts) else 0
     values, where = np.unique(numbers[start:], return_index=True)
     gaps = np.flatnonzero(values[1:] - values[:-1] != 1)
-    newest: npt.NDArray[np.int64] = where[int(gaps[-1]) + 1 if len(gaps) else 0 :] + start
+    newest: Ints = where[int(gaps[-1]) + 1 if len(gaps) else 0 :] + start
     return newest
 
 
-def _last(
-    order: npt.NDArray[np.int64], stretches: Sequence[Stretch]
-) -> tuple[StreamKey, int] | None:
+def _last(order: Ints, stretches: Sequence[Stretch]) -> tuple[StreamKey, int] | None:
     """Returns stream and number of the last call of all."""
     if not stretches:
         return None
@@ -190,7 +186,7 @@ def _last(
     return stretch.key, stretch.first + stretch.length - 1
 
 
-def narrow(column: npt.NDArray[Any], *, base: int | None = None) -> tuple[npt.NDArray[Any], int]:
+def narrow(column: AnyArray, *, base: int | None = None) -> tuple[AnyArray, int]:
     """Stores integers in as few bytes as possible. Returns them and the base they count from."""
     if not len(column):
         return np.empty(0, np.uint8), 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from torchwhere.core.arrays import AnyArray, Bools, Ints, Words
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.calls import stream_calls
 from torchwhere.diagnose.calls.encode import CallBatch, RankSummary
@@ -27,7 +26,7 @@ class DecodedBatch:
 
     batch: CallBatch
     id_map: IdMap
-    packed_ids: npt.NDArray[np.uint64]  # of each pair
+    packed_ids: Words  # of each pair
 
     @classmethod
     def decode(cls, batch: CallBatch, id_map: IdMap) -> DecodedBatch:
@@ -68,9 +67,7 @@ class StreamCalls:
         begin = self._at + (0 if first is None else first - self.first)
         return slice(begin, self._at + (self._length if end is None else end - self.first))
 
-    def packed_ids(
-        self, first: int | None = None, end: int | None = None
-    ) -> npt.NDArray[np.uint64]:
+    def packed_ids(self, first: int | None = None, end: int | None = None) -> Words:
         """Returns signature id and site id of each call in one integer.
 
         Equal integers mean that two ranks issued the same call. `signature_ids` and `site_ids`
@@ -78,19 +75,19 @@ class StreamCalls:
         """
         codes = self._decoded.batch.codes[self._rows(first, end)]
         own_ids = self._decoded.packed_ids[self._summary.pairs_at :]
-        packed_ids: npt.NDArray[np.uint64] = own_ids[codes]
+        packed_ids: Words = own_ids[codes]
         return packed_ids
 
-    def codes(self) -> npt.NDArray[Any]:
+    def codes(self) -> AnyArray:
         """Returns codes that are equal if two calls of this rank have equal signature and site."""
-        codes: npt.NDArray[Any] = self._decoded.batch.codes[self._rows(None, None)]
+        codes: AnyArray = self._decoded.batch.codes[self._rows(None, None)]
         return codes
 
-    def steps(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
+    def steps(self, first: int | None = None, end: int | None = None) -> Ints:
         steps = self._decoded.batch.steps[self._rows(first, end)]
         return steps.astype(np.int64) + self._summary.step
 
-    def times_ns(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
+    def times_ns(self, first: int | None = None, end: int | None = None) -> Ints:
         """Returns when the calls were issued, by the wall clock of the rank's host."""
         ticks = self._decoded.batch.ticks[self._rows(first, end)]
         return ticks.astype(np.int64) * self._summary.tick_ns + self._summary.start_ns
@@ -99,7 +96,7 @@ class StreamCalls:
     def has_device_delays(self) -> bool:
         return self._decoded.batch.delays.dtype.itemsize > 1
 
-    def device_delays_ns(self, first: int, end: int) -> npt.NDArray[np.int64]:
+    def device_delays_ns(self, first: int, end: int) -> Ints:
         """Returns how long after their issue the device reached some calls; negative: unknown."""
         delays = self._decoded.batch.delays[self._rows(first, end)].astype(np.int64)
         return (delays - 1) * 1000
@@ -111,7 +108,7 @@ class StreamCalls:
         start_ns = self._summary.start_ns - by_ns
         return replace(self, _summary=self._summary._replace(start_ns=start_ns))
 
-    def in_step(self, first: int, end: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    def in_step(self, first: int, end: int) -> tuple[Bools, Bools]:
         """Returns two flags for each call from number `first` to before `end`.
 
         The first flag says whether the recorded step is the call's own (`CallSite.is_counted_by`).
@@ -123,12 +120,12 @@ class StreamCalls:
         is_shadow = np.array([site.is_shadow for site in call_sites], np.bool_)
         return is_counted[which], is_shadow[which]
 
-    def are_async(self, first: int, end: int) -> npt.NDArray[np.bool_]:
+    def are_async(self, first: int, end: int) -> Bools:
         """Returns which calls from number `first` to before `end` were asynchronous."""
         call_sites, which = self._call_sites(first, end)
         return np.array([site.is_async for site in call_sites], np.bool_)[which]
 
-    def _call_sites(self, first: int, end: int) -> tuple[list[CallSite], npt.NDArray[np.int64]]:
+    def _call_sites(self, first: int, end: int) -> tuple[list[CallSite], Ints]:
         """Returns the distinct call sites of some calls, and the index of each call's site."""
         batch = self._decoded.batch
         codes, which = np.unique(batch.codes[self._rows(first, end)], return_inverse=True)
@@ -140,7 +137,7 @@ class StreamCalls:
         record = self._decoded.batch.records[self._at + number - self.first]
         return int(record) + self._summary.record
 
-    def records(self) -> npt.NDArray[np.int64]:
+    def records(self) -> Ints:
         """Returns the record numbers of all calls."""
         records = self._decoded.batch.records[self._rows(None, None)]
         return records.astype(np.int64) + self._summary.record
@@ -158,12 +155,12 @@ class StreamCalls:
         return id_map.signatures[signature], id_map.call_sites[call_site]
 
 
-def signature_ids(packed_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+def signature_ids(packed_ids: Words) -> Ints:
     """Unpacks what all ranks must agree on."""
     return (packed_ids >> _SIGNATURE_SHIFT).astype(np.int64)
 
 
-def site_ids(packed_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+def site_ids(packed_ids: Words) -> Ints:
     """Unpacks module, pass, line and beneficiary, on which the ranks of a correct program agree.
 
     0 stands for a place that says nothing about the call.
@@ -189,84 +186,84 @@ class CallWindow:
     calls: tuple[StreamCalls, ...]  # of each rank
     first: int
     end: int
-    classes: npt.NDArray[np.int64]  # of each rank
+    classes: Ints  # of each rank
     heads: tuple[int, ...]  # index of the first rank of each class
 
     @cached_property
-    def sizes(self) -> npt.NDArray[np.int64]:
+    def sizes(self) -> Ints:
         """How many ranks each class has."""
         return np.bincount(self.classes)
 
     @cached_property
-    def _packed_ids(self) -> npt.NDArray[np.uint64]:
+    def _packed_ids(self) -> Words:
         return np.stack([self.calls[head].packed_ids(self.first, self.end) for head in self.heads])
 
     @cached_property
-    def signature_ids(self) -> npt.NDArray[np.int64]:
+    def signature_ids(self) -> Ints:
         return stream_calls.signature_ids(self._packed_ids)
 
     @cached_property
-    def site_ids(self) -> npt.NDArray[np.int64]:
+    def site_ids(self) -> Ints:
         return stream_calls.site_ids(self._packed_ids)
 
     @cached_property
-    def steps(self) -> npt.NDArray[np.int64]:
+    def steps(self) -> Ints:
         return np.stack([self.calls[head].steps(self.first, self.end) for head in self.heads])
 
     @cached_property
-    def _in_step(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    def _in_step(self) -> tuple[Bools, Bools]:
         flags = [self.calls[head].in_step(self.first, self.end) for head in self.heads]
         is_counted, is_shadow = (np.stack(rows) for rows in zip(*flags, strict=True))
-        shadows: npt.NDArray[np.bool_] = np.logical_or.reduce(is_shadow)
+        shadows: Bools = np.logical_or.reduce(is_shadow)
         return np.logical_and.reduce(is_counted) & ~shadows, shadows
 
     @property
-    def has_steps(self) -> npt.NDArray[np.bool_]:
+    def has_steps(self) -> Bools:
         """For each number, whether the recorded step is the call's own on all ranks."""
         return self._in_step[0]
 
     @property
-    def is_shadow(self) -> npt.NDArray[np.bool_]:
+    def is_shadow(self) -> Bools:
         """For each number, whether it is a shadow call on some rank (`CallSite.is_shadow`)."""
         return self._in_step[1]
 
     @cached_property
-    def differs(self) -> npt.NDArray[np.int64]:
+    def differs(self) -> Ints:
         """The columns in which ranks have different call sites. Site 0 differs from no other."""
         low = np.where(self.site_ids > 0, self.site_ids, np.iinfo(np.int64).max).min(axis=0)
         return np.flatnonzero(low < self.site_ids.max(axis=0))
 
     @cached_property
-    def usuals(self) -> npt.NDArray[np.int64]:
+    def usuals(self) -> Ints:
         """The call site that most ranks have, for each column."""
-        usuals: npt.NDArray[np.int64] = self.site_ids.max(axis=0)
+        usuals: Ints = self.site_ids.max(axis=0)
         for column in self.differs.tolist():
             usuals[column] = self.usual(self.site_ids[:, column])
         return usuals
 
-    def odd_at(self, column: int) -> npt.NDArray[np.bool_]:
+    def odd_at(self, column: int) -> Bools:
         """Returns the classes whose call site is not the one that most ranks have."""
         here = self.site_ids[:, column]
-        is_odd: npt.NDArray[np.bool_] = (here != self.usuals[column]) & (here > 0)
+        is_odd: Bools = (here != self.usuals[column]) & (here > 0)
         return is_odd
 
     def agrees_at(self, column: int) -> bool:
         here = self.site_ids[:, column]
         return bool(((here == here.max()) | (here == 0)).all())
 
-    def members_of(self, rows: npt.NDArray[np.bool_]) -> tuple[int, ...]:
+    def members_of(self, rows: Bools) -> tuple[int, ...]:
         """Returns the ranks of some classes."""
         return tuple(
             rank for rank, row in zip(self.ranks, self.classes.tolist(), strict=True) if rows[row]
         )
 
-    def cohorts(self, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
+    def cohorts(self, values: AnyArray) -> tuple[tuple[int, ...], ...]:
         """Groups ranks by the value of their class, the largest group first."""
         by_value = grouped(zip(values[self.classes].tolist(), self.ranks, strict=True))
         largest_first = sorted(by_value.values(), key=lambda cohort: (-len(cohort), cohort[0]))
         return tuple(map(tuple, largest_first))
 
-    def usual(self, values: npt.NDArray[Any]) -> int:
+    def usual(self, values: AnyArray) -> int:
         """Returns the value (not 0) that most ranks have; of several, that of the first rank."""
         counts: dict[int, int] = {}
         for value, size in zip(values.tolist(), self.sizes.tolist(), strict=True):

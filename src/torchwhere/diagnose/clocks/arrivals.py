@@ -18,9 +18,9 @@ import numpy.typing as npt
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import FLAG_ASYNC
 from torchwhere.blackbox.string_table import ranks_of, stream_ends
+from torchwhere.core.arrays import Bools, Times, Words
 from torchwhere.core.events import Kind
 from torchwhere.core.grouping import grouped
-from torchwhere.diagnose.clocks.line import Times
 
 NEVER = np.iinfo(np.int64).max  # there is no later event
 _MOST_NS = 1 << 61  # 73 years: the sum of two such times fits into 64 bits
@@ -60,7 +60,7 @@ class CallTimes:
     issued_ns: Times
     next_ns: Times  # when the same thread recorded its next event; `NEVER` if it did not
     # whether the call returns only when all ranks have arrived, or the send of a recv
-    waits: npt.NDArray[np.bool_]
+    waits: Bools
     at: Times  # index of the record in the box
     # equal if the program went from the same place to the same next record, on any rank
     sites: Times
@@ -85,7 +85,7 @@ class CallTimes:
         hashes = self.numbers.astype(np.uint64) * _GOLDEN
         return self.chosen(hashes >> np.uint64(64 - halvings) == 0)
 
-    def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> CallTimes:
+    def chosen(self, is_chosen: Bools) -> CallTimes:
         """Returns some of the calls."""
         return CallTimes(*(getattr(self, name)[is_chosen] for name in self.__dataclass_fields__))
 
@@ -113,7 +113,7 @@ def times_ns(box: Box) -> Times:
     return as_wall_ns(box, box.records["t_ns"])
 
 
-def as_wall_ns(box: Box, times: npt.NDArray[np.uint64]) -> Times:
+def as_wall_ns(box: Box, times: Words) -> Times:
     """Converts times of a box to wall-clock times."""
     wall: Times = np.minimum(times, np.uint64(_MOST_NS)).astype(np.int64)
     wall += np.int64(wall_offset_ns(box))

@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from torchwhere.diagnose.clocks.call_table import Bools, CallTable, Ints
-from torchwhere.diagnose.clocks.line import Floats, range_at, tightest
+from torchwhere.core.arrays import Bools, Floats, Ints
+from torchwhere.diagnose.clocks.call_table import CallTable
+from torchwhere.diagnose.clocks.line import range_at, tightest
 
 _MOMENTS = 5
 _ALL_PAIRS = 12  # with more clocks in a stream, not all pairs are compared

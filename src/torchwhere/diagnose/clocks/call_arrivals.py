@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchwhere.core.arrays import Times
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, ClockStream
 from torchwhere.diagnose.clocks.clocks import Clocks
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
-from torchwhere.diagnose.clocks.line import Times
 
 
 class CallArrivals(NamedTuple):

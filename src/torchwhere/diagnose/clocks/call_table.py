@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from torchwhere.core.arrays import AnyArray, Bools, Floats, Ints
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, CallTimes, ClockStream
-from torchwhere.diagnose.clocks.line import Floats, Line
+from torchwhere.diagnose.clocks.line import Line
 
 
 class ClockCalls:
@@ -74,10 +74,6 @@ def _merged(all_calls: list[CallTimes]) -> CallTimes:
         at=reduced(np.minimum, "at"),
         sites=reduced(np.minimum, "sites"),
     )
-
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +157,7 @@ def _joined(zero_ns: int, parts: list[CallTable]) -> CallTable:
         ints, floats = np.empty(0, np.int64), np.empty(0)
         nothing = np.empty(0, np.bool_)
         return CallTable(zero_ns, ints, ints, floats, floats, floats, ints, ints, nothing)
-    columns: list[npt.NDArray[Any]] = [
+    columns: list[AnyArray] = [
         np.concatenate([getattr(part, column.name) for part in parts])
         for column in fields(CallTable)[1:]
     ]

@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from torchwhere.core.arrays import Times
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream
 from torchwhere.diagnose.clocks.bounds import uncertainties
 from torchwhere.diagnose.clocks.call_table import ClockCalls, call_table
 from torchwhere.diagnose.clocks.joint_fit import fit, streams_that_do_not_wait
-from torchwhere.diagnose.clocks.line import Line, TimeOrTimes, Times
+from torchwhere.diagnose.clocks.line import Line, TimeOrTimes
 from torchwhere.diagnose.clocks.pairwise import Fit, Quality, compare, shares_a_clock
 
 # Wall-clock offsets of one boot of a host, measured at different moments, differ by less than this.

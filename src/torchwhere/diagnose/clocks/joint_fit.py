@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from torchwhere.diagnose.clocks.call_table import Bools, CallTable, Correction, Ints
-from torchwhere.diagnose.clocks.line import MOST_SLOPE, Floats
+from torchwhere.core.arrays import AnyArray, Bools, Floats, Ints
+from torchwhere.diagnose.clocks.call_table import CallTable, Correction
+from torchwhere.diagnose.clocks.line import MOST_SLOPE
 
 _LOWEST = 16  # the values that the end of a distribution is estimated from
 _SURE_NS, _UNSURE_NS = 20_000.0, 1e7  # standard error of an end: at best, and from a single value
@@ -319,7 +318,7 @@ class _Calls:
         self._begins = np.flatnonzero(np.r_[True, np.diff(call) != 0])
         self._sizes = np.diff(np.r_[self._begins, len(call)])
 
-    def _repeat(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _repeat(self, values: AnyArray) -> AnyArray:
         return np.repeat(values, self._sizes)
 
     def _greatest(self, values: Floats) -> tuple[Floats, Ints]:

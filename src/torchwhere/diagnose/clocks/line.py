@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TypeVar, overload
 
 import numpy as np
-import numpy.typing as npt
 
-Times = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from torchwhere.core.arrays import Floats, Times
+
 TimeOrTimes = TypeVar("TimeOrTimes", int, Times)  # one time, or an array of them
 
 # Two clocks do not drift apart faster than this, in ns per ns. A larger slope comes from two

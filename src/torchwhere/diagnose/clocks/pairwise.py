@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
+from torchwhere.core.arrays import Bools, Floats, Times
 from torchwhere.diagnose.clocks.arrivals import NEVER, ClockStream
 from torchwhere.diagnose.clocks.call_table import ClockCalls
-from torchwhere.diagnose.clocks.line import MOST_SLOPE, Floats, Line, Times, range_at, tightest
+from torchwhere.diagnose.clocks.line import MOST_SLOPE, Line, range_at, tightest
 
 _SOON_NS = 50_000.0  # a record this soon after a call came at once
 _TOLERANCE_NS = 200_000.0  # by which a bound may be violated
@@ -70,8 +70,8 @@ class _CommonCalls:
     x_next: Times
     y_issued: Times
     y_next: Times
-    x_waits: npt.NDArray[np.bool_]
-    y_waits: npt.NDArray[np.bool_]
+    x_waits: Bools
+    y_waits: Bools
 
 
 def _in_common(x: ClockCalls, y: ClockCalls) -> list[_CommonCalls]:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import threading
 from array import array
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.file_format import NO_STEP, RECORD
+from torchwhere.core.arrays import AnyArray, Ints
 from torchwhere.core.events import Kind
 from torchwhere.core.grouping import row_ids
 
@@ -34,8 +33,8 @@ class Sums:
 
     keys: list[tuple[int, ...]]  # the values of KEY_FIELDS
     counts: list[int]
-    key_index: npt.NDArray[np.int64]
-    steps: npt.NDArray[np.int64]
+    key_index: Ints
+    steps: Ints
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -44,7 +43,7 @@ class Sums:
         return (int(steps.min()), int(steps.max())) if len(steps) else None
 
 
-def sums(records: npt.NDArray[Any]) -> Sums:
+def sums(records: AnyArray) -> Sums:
     """Count the collectives among some records."""
     rows = records[records["kind"] == Kind.COLLECTIVE]
     numbers = row_ids(rows[name] for name in KEY_FIELDS) if len(rows) else np.empty(0, np.int64)
@@ -62,8 +61,8 @@ def sums(records: npt.NDArray[Any]) -> Sums:
 
 
 def _distinct(
-    pairs: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    pairs: Ints,
+) -> tuple[Ints, Ints]:
     """Key indexes and steps of the distinct `key index << 32 | step` pairs."""
     distinct = np.unique(pairs)
     return distinct >> 32, distinct & NO_STEP

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import device_lane_numbers, device_lanes, device_times
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_REPLAYED
+from torchwhere.core.arrays import Bools, Times, Words
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.clocks.arrivals import (
     NEVER,
@@ -32,9 +32,7 @@ from torchwhere.diagnose.clocks.arrivals import (
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.clocks import Clocks
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
-from torchwhere.diagnose.clocks.line import Times
 
-Bools = npt.NDArray[np.bool_]
 UNKNOWN_NS = -1
 NO_RANK = -1
 _DEFAULT_STREAM = 0
@@ -103,9 +101,7 @@ def device_arrivals(box: Box) -> Arrivals | None:
     return replace(by_cpu, streams=streams)
 
 
-def _on_device(
-    box: Box, calls: CallTimes, reached: npt.NDArray[np.uint64], done: npt.NDArray[np.uint64]
-) -> CallTimes:
+def _on_device(box: Box, calls: CallTimes, reached: Words, done: Words) -> CallTimes:
     own_done = done[calls.at]
     return replace(
         calls,

@@ -21,16 +21,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import device_times
 from torchwhere.blackbox.file_format import NO_STEP
+from torchwhere.core.arrays import Bools, Times
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.clocks.arrivals import as_wall_ns
 from torchwhere.diagnose.clocks.clocks import Clocks
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
-from torchwhere.diagnose.clocks.line import Times
 from torchwhere.diagnose.device_time.calls import NO_RANK, DeviceCalls
 
 MOST_STEPS = 100
@@ -68,7 +67,7 @@ class DeviceSteps:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> DeviceSteps:
+    def chosen(self, is_chosen: Bools) -> DeviceSteps:
         """Some of the steps."""
         return DeviceSteps(*(getattr(self, name)[is_chosen] for name in self.__slots__))
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchwhere.core.arrays import Ints
 from torchwhere.core.events import Kind
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.diff.cohorts import Cohorts
-from torchwhere.diagnose.diff.sequences import EventSequence, EventStream, Numbers
+from torchwhere.diagnose.diff.sequences import EventSequence, EventStream
 
 Position = tuple[int, int]  # the step, and the number of events of the step before it
 _NO_EVENT = 0  # instead of a flow id
@@ -29,11 +30,11 @@ class RankClass:
 
     ranks: list[int]
     sequence: EventSequence  # of one of them
-    steps: Numbers
-    streams: Numbers
-    nth: Numbers  # number of earlier events of its stream in its step
-    at: Numbers  # its index in the sequence
-    in_step: Numbers  # number of earlier events of its step
+    steps: Ints
+    streams: Ints
+    nth: Ints  # number of earlier events of its stream in its step
+    at: Ints  # its index in the sequence
+    in_step: Ints  # number of earlier events of its step
 
     @property
     def last_step(self) -> int:
@@ -113,7 +114,7 @@ def rank_classes(sequences: Iterable[EventSequence]) -> list[RankClass]:
     )
 
 
-def _since_change(*columns: Numbers) -> Numbers:
+def _since_change(*columns: Ints) -> Ints:
     """For each row, the number of rows before it since a column changed."""
     count = len(columns[0])
     changes = np.ones(count, bool)
@@ -125,7 +126,7 @@ def _since_change(*columns: Numbers) -> Numbers:
 def differing_events(classes: Sequence[RankClass]) -> Iterator[AlignedEvents]:
     """The positions where not all classes have the same, in program order."""
 
-    def column(values: Iterable[Numbers]) -> Numbers:
+    def column(values: Iterable[Ints]) -> Ints:
         return np.concatenate(list(values))
 
     of_class = np.repeat(np.arange(len(classes)), [len(side.steps) for side in classes])

@@ -40,12 +40,7 @@ from torchwhere.diagnose.diff.facts import (
     PipelineStages,
     WindowStarts,
 )
-from torchwhere.diagnose.diff.sequences import (
-    EventSequence,
-    EventStream,
-    Patterns,
-    read_sequences,
-)
+from torchwhere.diagnose.diff.sequences import EventSequence, EventStream, Patterns, read_sequences
 
 _CONTEXT = 3  # equal events before a divergence
 _AFTER = 2

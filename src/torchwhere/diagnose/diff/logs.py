@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from torchwhere.core.arrays import Ints
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.grouping import grouped
 from torchwhere.core.results import Fact
@@ -44,8 +44,6 @@ _MOST_LINES = 200_000_000  # of all ranks
 _COLUMNS = 4096  # lines that are compared at once
 _END = 0  # instead of a line's hash, after the end of a log
 _NO_LINE = "\n"  # instead of a line's text, after the end of a log
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -80,8 +78,8 @@ class _HashedLog:
     """The hashes of equal logs: of each line with its numbers removed, and with them."""
 
     ranks: list[int]
-    flow: Numbers
-    value: Numbers
+    flow: Ints
+    value: Ints
 
 
 def compare_logs(logs: Mapping[int, Log]) -> Comparison:
@@ -140,7 +138,7 @@ class _LogSearch:
             for at in np.flatnonzero((value != value[0]).any(axis=0)):
                 self._compare(start + int(at), flow[:, at].tolist(), value[:, at].tolist())
 
-    def _block(self, name: str, start: int) -> Numbers:
+    def _block(self, name: str, start: int) -> Ints:
         block = np.full((len(self._hashed), _COLUMNS), _END, np.int64)
         for row, log in zip(block, self._hashed, strict=True):
             part = getattr(log, name)[start : start + _COLUMNS]

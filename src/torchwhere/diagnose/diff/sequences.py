@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
@@ -27,13 +26,13 @@ from torchwhere.blackbox.string_table import (
     stream_ends,
     text_of,
 )
+from torchwhere.core.arrays import AnyArray, Ints
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
 from torchwhere.core.grouping import Interner, per_distinct, row_ids
 from torchwhere.core.place import PASS_LABELS
 from torchwhere.diagnose.calls.keys import must_agree
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 
-Numbers = npt.NDArray[np.int64]
 Patterns = tuple[re.Pattern[str], ...]
 
 _TEXTS = tuple(int(kind) for kind in TEXT_FIELD)
@@ -54,10 +53,10 @@ class EventStream(NamedTuple):
 class NumberedCalls:
     """The calls of one shared stream, in order."""
 
-    numbers: Numbers
-    agreed: Numbers  # ids of what all its ranks must agree on
-    records: Numbers  # record numbers in the box
-    steps: Numbers
+    numbers: Ints
+    agreed: Ints  # ids of what all its ranks must agree on
+    records: Ints  # record numbers in the box
+    steps: Ints
 
 
 @dataclass(slots=True)
@@ -66,11 +65,11 @@ class EventSequence:
 
     rank: int
     boxes: Mapping[int, Box]  # of all ranks; may read a box on access
-    records: Numbers  # record numbers in the box
-    steps: Numbers
-    streams: Numbers
-    flow: Numbers  # id of the event without the numbers in its text
-    value: Numbers  # id of its text with the numbers; 0 without a text
+    records: Ints  # record numbers in the box
+    steps: Ints
+    streams: Ints
+    flow: Ints  # id of the event without the numbers in its text
+    value: Ints  # id of its text with the numbers; 0 without a text
     has_ended: bool
     first_step: int | None  # the first complete one
     is_cut: bool  # older events were overwritten
@@ -168,7 +167,7 @@ class _Reader:
             uses[label] = uses.get(label, 0) + 1
             self.labels[name] = label if uses[label] == 1 else f"{label} ({uses[label]})"
 
-    def _threads_in_order(self, records: npt.NDArray[Any]) -> list[int]:
+    def _threads_in_order(self, records: AnyArray) -> list[int]:
         """The training thread, and the threads of the autograd engine, which run while it waits.
         Events of other threads have no fixed order."""
         numbers, counts = np.unique(records["thread"], return_counts=True)
@@ -181,7 +180,7 @@ class _Reader:
             if number == training or str(self.box.thread(number)).startswith("native-")
         ]
 
-    def _first_step(self, records: npt.NDArray[Any]) -> int | None:
+    def _first_step(self, records: AnyArray) -> int | None:
         steps = records["step"][records["step"] != NO_STEP]
         if not len(steps):
             return None
@@ -190,7 +189,7 @@ class _Reader:
 
     # -- ids of events -----------------------------------------------------------------------------
 
-    def _columns(self, rows: npt.NDArray[Any]) -> tuple[Numbers, Numbers, Numbers]:
+    def _columns(self, rows: AnyArray) -> tuple[Ints, Ints, Ints]:
         """Stream, flow and value of each event. Events that differ only in time and number are
         encoded once."""
         has_text = np.isin(rows["kind"], _TEXTS)
@@ -279,7 +278,7 @@ class _Reader:
             return (at - members.index(self.box.rank)) % len(members)
         return at
 
-    def _calls(self, at: Numbers) -> dict[StreamName, NumberedCalls]:
+    def _calls(self, at: Ints) -> dict[StreamName, NumberedCalls]:
         """All collectives of all threads, by shared stream."""
         rows = self.box.records[at]
         streams = Interner[StreamName]()
@@ -295,7 +294,7 @@ class _Reader:
             calls[stream] = NumberedCalls(numbers[own], agreed[own], records[own], steps[own])
         return calls
 
-    def _messages(self, at: Numbers) -> tuple[tuple[int, str, int], ...]:
+    def _messages(self, at: Ints) -> tuple[tuple[int, str, int], ...]:
         """The first message of each step: a pipeline stage first waits for the stage before it."""
         rows = self.box.records[at]
         is_p2p = per_distinct(rows["subject"], lambda entry: self._facts(entry).stream.is_p2p, bool)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.file_format import NO_STEP
+from torchwhere.core.arrays import Bools, Times
 from torchwhere.core.place import line_text, shown
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
@@ -35,8 +35,6 @@ _MOST_STEPS = 100
 _MOST_COHORTS = 8
 _NEVER = np.iinfo(np.int64).min
 _LATEST = np.iinfo(np.int64).max
-
-Times = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +241,7 @@ class _StreamReader:
         counted: list[int] = arrived.tolist()
         return counted
 
-    def _differs(self, is_known: npt.NDArray[np.bool_], mismatch: Mismatch | None) -> list[bool]:
+    def _differs(self, is_known: Bools, mismatch: Mismatch | None) -> list[bool]:
         """For each number whether the ranks issued different calls, or the first mismatch is
         there."""
         differs = np.zeros(self._end - self._first, np.bool_)
@@ -280,7 +278,7 @@ class _StreamReader:
         shown = dict.fromkeys([*culprits[: self._most_ranks // 2], *extremes])
         return sorted(list(shown)[: self._most_ranks])
 
-    def _usual(self, is_known: npt.NDArray[np.bool_]) -> Times:
+    def _usual(self, is_known: Bools) -> Times:
         """The median arrival at each number."""
         order = np.sort(np.where(is_known, self._times, _LATEST), axis=0)
         middle = np.maximum(is_known.sum(axis=0) - 1, 0) // 2

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.run import RunSummary, read_again
+from torchwhere.core.arrays import Floats, Times
 from torchwhere.core.results import Fact
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
-from torchwhere.diagnose.clocks.line import Times
 from torchwhere.diagnose.device_time.job import JobDeviceTimes, device_times_of
 from torchwhere.diagnose.device_time.steps import MOST_STEPS, PARTS, DeviceSteps
 from torchwhere.diagnose.report.facts import NoDeviceTimes
@@ -68,7 +67,7 @@ def device_json(times: JobDeviceTimes) -> dict[str, Any]:
     }
 
 
-def _row(own: DeviceSteps, part: str, steps: Times) -> npt.NDArray[np.float64]:
+def _row(own: DeviceSteps, part: str, steps: Times) -> Floats:
     """The time of a part in each step; NaN for a step that the rank does not have."""
     row = np.full(len(steps), np.nan)
     is_shown = own.steps >= steps[0]

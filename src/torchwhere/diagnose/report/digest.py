@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
+from torchwhere.core.arrays import AnyArray, Ints
 from torchwhere.core.events import Kind, SideKind
 from torchwhere.core.place import PASS_LABELS
 from torchwhere.diagnose.phases import last_ns
@@ -45,11 +45,11 @@ class DigestedBox(NamedTuple):
 
     path: Path
     first_ns: int = 0  # wall clock of the first record
-    steps: npt.NDArray[np.int64] = _NONE  # the last complete steps
-    took_ns: npt.NDArray[np.int64] = _NONE
+    steps: Ints = _NONE  # the last complete steps
+    took_ns: Ints = _NONE
     modules: tuple[ModuleKey, ...] = ()
     # calls, total ns, self ns, calls in complete steps
-    module_numbers: npt.NDArray[np.int64] = np.empty((4, 0), np.int64)
+    module_numbers: Ints = np.empty((4, 0), np.int64)
     phases: dict[PhaseKey, PhaseSum] = {}  # noqa: RUF012 - never changed
     until_ns: int = 0  # the time at which the phase sums were read
     compilations: tuple[CompilationRow, ...] = ()
@@ -109,7 +109,7 @@ class Digest:
         return self._modules.setdefault(keys, keys), times.numbers
 
 
-def step_times(records: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def step_times(records: AnyArray) -> tuple[Ints, Ints]:
     """The numbers of the last steps that begin and end in these records, and their durations."""
     begins = np.flatnonzero(records["kind"] == int(Kind.STEP_BEGIN))
     ends = np.flatnonzero(records["kind"] == int(Kind.STEP_END))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from torchwhere.core.arrays import Bools
 from torchwhere.core.grouping import grouped
 from torchwhere.core.place import PASS_LABELS, shown
 from torchwhere.diagnose.calls.job_calls import CallCounts, JobCalls
@@ -118,7 +118,7 @@ class _ModuleSums:
     ranks: list[int]
     cells: dict[str | None, dict[str, PassCell]] = field(default_factory=dict)
     in_step: dict[str | None, dict[CommsKey, float]] = field(default_factory=dict)
-    present: dict[str | None, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    present: dict[str | None, Bools] = field(default_factory=dict)
     _at: dict[int, int] = field(default_factory=dict)  # index of each rank in `present`
 
     def __post_init__(self) -> None:

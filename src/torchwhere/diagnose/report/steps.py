@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from torchwhere.core.arrays import Floats
 from torchwhere.core.rank_text import ranks_text
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
@@ -102,22 +102,22 @@ def _late(job_calls: JobCalls, verdict: Verdict, clocks: HostClocks) -> list[int
     return list(late.ranks) if late is not None else []
 
 
-def _row(ranks: tuple[int, ...], took: npt.NDArray[np.float64]) -> StepRow:
+def _row(ranks: tuple[int, ...], took: Floats) -> StepRow:
     slowest = ranks[int(np.nansum(took, axis=1).argmax())]
     return StepRow(cut(ranks_text(ranks)), slowest, len(ranks), tuple(rounded(worst(took))))
 
 
-def worst(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def worst(columns: Floats) -> Floats:
     """The largest value of each column; NaN for a column without one."""
-    largest: npt.NDArray[np.float64] = np.where(np.isnan(columns), -np.inf, columns).max(axis=0)
+    largest: Floats = np.where(np.isnan(columns), -np.inf, columns).max(axis=0)
     return np.where(np.isinf(largest), np.nan, largest)
 
 
-def rounded(ns: npt.NDArray[np.float64]) -> Iterator[float | None]:
+def rounded(ns: Floats) -> Iterator[float | None]:
     return (None if math.isnan(value) else milliseconds(value) for value in ns.tolist())
 
 
-def _slow(ranks: Sequence[int], took: npt.NDArray[np.float64]) -> list[int]:
+def _slow(ranks: Sequence[int], took: Floats) -> list[int]:
     """Ranks whose steps repeatedly take longer than those of the others: the others do not wait
     for them."""
     usual = np.nanmedian(took, axis=0)

@@ -16,13 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from torchwhere.blackbox.box import Box
+from torchwhere.core.arrays import Bools, Times
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.clocks import Clocks
-from torchwhere.diagnose.clocks.line import Times
 from torchwhere.diagnose.device_time.calls import (
     UNKNOWN_NS,
-    Bools,
     DeviceCalls,
     device_arrivals,
     device_calls,

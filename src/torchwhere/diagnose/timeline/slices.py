@@ -20,9 +20,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.core.arrays import Bools, Times
 from torchwhere.core.events import Kind
 from torchwhere.core.grouping import per_distinct
 from torchwhere.diagnose.clocks.arrivals import (
@@ -35,9 +35,6 @@ from torchwhere.diagnose.clocks.arrivals import (
 )
 from torchwhere.diagnose.clocks.call_arrivals import CallArrivals, JobArrivals
 from torchwhere.diagnose.clocks.clocks import Clocks
-from torchwhere.diagnose.clocks.line import Times
-
-Bools = npt.NDArray[np.bool_]
 
 CAP_NS = 10_000_000
 ISSUE_NS = 10_000
