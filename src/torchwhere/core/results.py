@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 from torchwhere.core.errors import TorchwhereError
@@ -88,6 +89,36 @@ class Tabular:
             TorchwhereError: pandas is not installed.
         """
         return frame(self.as_rows())
+
+
+# -- values for JSON -------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """Converts a nested value to values for JSON: results by `to_dict`, arrays to lists."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def plain_fields(result: Any, *names: str) -> dict[str, Any]:
+    """Returns fields and properties of a result as values for JSON.
+
+    Without names, these are all fields of a dataclass.
+    """
+    chosen = names or [field.name for field in fields(result)]
+    return {name: plain(getattr(result, name)) for name in chosen}
+
+
+# -- data frames -----------------------------------------------------------------------------------
 
 
 def pandas() -> Any:

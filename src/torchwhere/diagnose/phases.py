@@ -16,7 +16,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.device import device_lanes
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
 from torchwhere.blackbox.run import BoxRun
-from torchwhere.core.results import Shown, Tabular
+from torchwhere.core.results import Shown, Tabular, plain, plain_fields
 from torchwhere.diagnose.clocks.host_clocks import align_hosts
 from torchwhere.diagnose.device_time.job import JobDeviceTimes, device_times_of
 from torchwhere.diagnose.step_parts import JobStepParts, step_parts_of
@@ -52,16 +52,8 @@ class PhaseTimes:
         return (self.total_ns - self.running_ns) / self.count if self.count else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "count": self.count,
-            "total_ns": self.total_ns,
-            "mean_ns": self.mean_ns,
-            "max_ns": self.max_ns,
-            "self_ns": self.self_ns,
-            "share": self.share,
-            "running": self.running,
-            "running_ns": self.running_ns,
-        }
+        times = ("total_ns", "mean_ns", "max_ns", "self_ns")
+        return plain_fields(self, "count", *times, "share", "running", "running_ns")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -100,9 +92,7 @@ class PhaseRow(Shown):
             "path": list(self.path),
             "thread": "main" if self.is_main else "other",
             **self.all.to_dict(),
-            "fastest": self.fastest,
-            "slowest": self.slowest,
-            "by_rank": {str(rank): times.to_dict() for rank, times in self.by_rank.items()},
+            **plain_fields(self, "fastest", "slowest", "by_rank"),
         }
 
 
@@ -176,13 +166,12 @@ class Phases(Shown, Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as values for JSON."""
+        measured = {"parts": self.parts, "device": self.device}
         return {
-            "ranks": list(self.ranks),
-            "steps": {str(rank): times.to_dict() for rank, times in self.steps.items()},
-            "phases": [row.to_dict() for row in self.rows],
+            **plain_fields(self, "ranks", "steps"),
+            "phases": plain(self.rows),
             "remarks": list(self.remarks),
-            **({"parts": self.parts.to_dict()} if self.parts is not None else {}),
-            **({"device": self.device.to_dict()} if self.device is not None else {}),
+            **{name: times.to_dict() for name, times in measured.items() if times is not None},
         }
 
 

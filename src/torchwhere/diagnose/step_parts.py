@@ -32,6 +32,7 @@ from torchwhere.blackbox.step_times import StepTimes, step_times
 from torchwhere.core.arrays import AnyArray, Bools, Ints, Times
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
+from torchwhere.core.results import plain, plain_fields
 from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream, arrivals
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
@@ -88,7 +89,7 @@ class StepParts:
 
     def to_dict(self) -> dict[str, Any]:
         columns = {f"{part}_ns": list(times) for part, times in self.parts_ns.items()}
-        return {"steps": list(self.steps), "step_ns": list(self.step_ns)} | columns
+        return plain_fields(self, "steps", "step_ns") | columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,7 @@ class JobStepParts:
     has_device_calls: bool
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "clocks": self.clocks,
-            "ranks": {str(rank): steps.to_dict() for rank, steps in self.by_rank.items()},
-        }
+        return {"clocks": self.clocks, "ranks": plain(self.by_rank)}
 
 
 class _RankTimes(NamedTuple):

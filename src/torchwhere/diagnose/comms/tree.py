@@ -18,7 +18,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.string_table import json_int, shown_description
 from torchwhere.core.place import PASS_LABELS, line_text
-from torchwhere.core.results import Shown, Tabular
+from torchwhere.core.results import Shown, Tabular, plain_fields
 from torchwhere.diagnose.comms.sums import Sums, sums
 
 PASSES = ("forward", "recompute", "backward", "optimizer", "outside")  # in the order of a step
@@ -36,6 +36,9 @@ class CommsKey(NamedTuple):
     op: str
     group: str
     beneficiary: Beneficiary
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(zip(("pass", "op", "group", "for"), self, strict=True))
 
 
 @dataclass(slots=True)
@@ -59,13 +62,7 @@ class CommsSum:
             self.lines[line] = self.lines.get(line, 0) + count
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "count": self.count,
-            "bytes": self.bytes,
-            "ranks": sorted(self.ranks),
-            "steps": self.steps,
-            "lines": self.lines,
-        }
+        return plain_fields(self, "count", "bytes", "ranks", "steps", "lines")
 
 
 @dataclass(slots=True, repr=False)
@@ -101,16 +98,7 @@ class CommsNode(Shown):
             "module": self.name,
             "count": total.count,
             "bytes": total.bytes,
-            "collectives": [
-                {
-                    "pass": key.pass_,
-                    "op": key.op,
-                    "group": key.group,
-                    "for": key.beneficiary,
-                    **counter.to_dict(),
-                }
-                for key, counter in self.entries()
-            ],
+            "collectives": [key.to_dict() | counter.to_dict() for key, counter in self.entries()],
             "children": [child.to_dict() for child in self.children.values()],
         }
 
@@ -230,10 +218,7 @@ class Comms(Shown, Tabular):
         return [
             {
                 "module": module,
-                "pass": key.pass_,
-                "op": key.op,
-                "group": key.group,
-                "for": key.beneficiary,
+                **key.to_dict(),
                 "count": counter.count,
                 "bytes": counter.bytes,
                 "ranks": len(counter.ranks),
@@ -244,14 +229,8 @@ class Comms(Shown, Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tree as values for JSON."""
-        return {
-            "ranks": sorted(self.ranks),
-            "steps": list(self.steps) if self.steps else None,
-            "groups": self.groups,
-            "overwritten": {str(rank): count for rank, count in self.overwritten.items()},
-            "root": self.root.to_dict(),
-            "outside": self.outside.to_dict(),
-        }
+        names = ("ranks", "steps", "groups", "overwritten", "root", "outside")
+        return plain_fields(self, *names)
 
 
 def is_within(name: str, module: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchwhere.blackbox.box import Box
+from torchwhere.core.results import plain
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.device_time.calls import NO_RANK, device_arrivals, device_calls
@@ -75,10 +76,7 @@ class JobDeviceTimes:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "clocks": self.clocks,
-            "ranks": {str(rank): steps.to_dict() for rank, steps in self.by_rank.items()},
-        }
+        return {"clocks": self.clocks, "ranks": plain(self.by_rank)}
 
 
 def device_times_of(

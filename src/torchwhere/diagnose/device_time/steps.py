@@ -27,6 +27,7 @@ from torchwhere.blackbox.device import device_times
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.core.arrays import Bools, Times
 from torchwhere.core.events import Kind
+from torchwhere.core.results import plain_fields
 from torchwhere.diagnose.clocks.arrivals import as_wall_ns
 from torchwhere.diagnose.clocks.clocks import Clocks
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
@@ -74,9 +75,8 @@ class DeviceSteps:
     def to_dict(self) -> dict[str, Any]:
         parts = (f"{part}_ns" for part in PARTS)
         names = ("steps", "device_ns", *parts, "waited_ns", "open_calls")
-        columns = {name: getattr(self, name).tolist() for name in names}
         waited_for = [rank if rank != NO_RANK else None for rank in self.waited_for.tolist()]
-        return columns | {"waited_for": waited_for}
+        return plain_fields(self, *names) | {"waited_for": waited_for}
 
 
 def device_steps(

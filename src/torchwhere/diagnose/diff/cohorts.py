@@ -15,7 +15,7 @@ import numpy as np
 
 from torchwhere.core.events import Event
 from torchwhere.core.grouping import grouped
-from torchwhere.core.results import Fact, Shown
+from torchwhere.core.results import Fact, Shown, plain, plain_fields
 from torchwhere.diagnose.diff.sequences import NumberedCalls
 
 MOST_DIVERGENCES = 20  # listed; a comparison counts the others
@@ -31,8 +31,8 @@ class ComparedItem:
     event: Event | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"number": self.number, "text": self.text}
-        return fields | ({"event": self.event.to_dict()} if self.event is not None else {})
+        names = ("number", "text") if self.event is None else ("number", "text", "event")
+        return plain_fields(self, *names)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,11 +45,7 @@ class Version(Shown):
     after: tuple[ComparedItem, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ranks": list(self.ranks),
-            "entry": self.entry.to_dict() if self.entry is not None else None,
-            "after": [entry.to_dict() for entry in self.after],
-        }
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -77,13 +73,7 @@ class Divergence(Shown):
         return tuple(map(str, self.facts))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "step": self.step,
-            "before": [entry.to_dict() for entry in self.before],
-            "versions": [version.to_dict() for version in self.versions],
-            "remarks": list(self.remarks),
-        }
+        return plain_fields(self, "kind", "step", "before", "versions", "remarks")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -106,11 +96,8 @@ class Comparison(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "ranks": list(self.ranks),
-            "compared": self.compared,
-            "steps": list(self.steps) if self.steps is not None else None,
-            "cohorts": [list(cohort) for cohort in self.cohorts],
-            "partings": [divergence.to_dict() for divergence in self.divergences],
+            **plain_fields(self, "ranks", "compared", "steps", "cohorts"),
+            "partings": plain(self.divergences),
             "remarks": list(self.remarks),
         }
 

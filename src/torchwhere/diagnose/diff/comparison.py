@@ -12,7 +12,7 @@ from typing import Any
 
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.results import Shown
+from torchwhere.core.results import Shown, plain_fields
 from torchwhere.diagnose.diff.cohorts import Comparison
 from torchwhere.diagnose.diff.events import compare_events
 from torchwhere.diagnose.diff.log_lines import Stripper, patterns
@@ -45,11 +45,7 @@ class Diff(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparisons as values for JSON."""
-        return {
-            "equal": self.is_equal,
-            "logs": self.logs.to_dict() if self.logs is not None else None,
-            "events": self.events.to_dict() if self.events is not None else None,
-        }
+        return {"equal": self.is_equal} | plain_fields(self)
 
 
 def diff(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchwhere.core.rank_text import Ranks
-from torchwhere.core.results import Fact
+from torchwhere.core.results import Fact, plain_fields
 
 Shape = tuple[int, ...]
 
@@ -21,7 +21,7 @@ class LayoutDifference(Fact):
     there: str
 
     def to_dict(self) -> dict[str, str]:
-        return {"where": self.where, "what": self.what, "here": self.here, "there": self.there}
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.stored_layouts import layouts_in
 from torchwhere.core.grouping import grouped
 from torchwhere.core.model_layout import Layout
-from torchwhere.core.results import Fact, Shown, Tabular
+from torchwhere.core.results import Fact, Shown, Tabular, plain_fields
 from torchwhere.diagnose.layout.divergence import CanonicalKey, differences
 from torchwhere.diagnose.layout.facts import (
     LayoutDifference,
@@ -42,13 +42,7 @@ class LayoutCohort(Shown):
     has_more: bool = False  # not all differences are listed
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ranks": self.ranks,
-            "stages": list(self.stages),
-            "differences": [difference.to_dict() for difference in self.differences],
-            "has_more": self.has_more,
-            "layout": self.layout.to_dict(),
-        }
+        return plain_fields(self, "ranks", "stages", "differences", "has_more", "layout")
 
 
 @dataclass(slots=True, repr=False)
@@ -111,15 +105,8 @@ class Layouts(Shown, Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values for JSON."""
-        return {
-            "is_alike": self.is_alike,
-            "expected": self.expected,
-            "disagreements": self.disagreements,
-            "remarks": self.remarks,
-            "missing": self.missing,
-            "changed": self.changed,
-            "cohorts": [cohort.to_dict() for cohort in self.cohorts],
-        }
+        sentences = ("expected", "disagreements", "remarks")
+        return plain_fields(self, "is_alike", *sentences, "missing", "changed", "cohorts")
 
 
 def layouts(run: BoxRun, *, ranks: set[int] | None = None) -> Layouts:

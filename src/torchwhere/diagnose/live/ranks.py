@@ -20,6 +20,7 @@ from torchwhere.blackbox.live_box import LiveBox
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Event
 from torchwhere.core.place import RANK_FIELDS, Place
+from torchwhere.core.results import plain_fields
 from torchwhere.core.stall import NO_PROGRESS_S, no_progress_s
 from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.diagnose.doctor.stacks import stack_lines
@@ -102,10 +103,7 @@ class RankNow:
             "steps_per_s": None if self.steps_per_s is None else round(self.steps_per_s, 4),
             "stalled": self.is_stalled,
             "blamed": self.is_blamed,
-            "waits_for": list(self.waits_for),
-            "host": self.host,
-            "detail": self.detail,
-            "device": self.device.to_dict() if self.device is not None else None,
+            **plain_fields(self, "waits_for", "host", "detail", "device"),
         }
 
 

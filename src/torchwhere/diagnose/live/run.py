@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.core.grouping import grouped
+from torchwhere.core.results import plain_fields
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.ranks import RankNow
 
@@ -57,18 +58,11 @@ class RunNow:
     def to_dict(self) -> dict[str, Any]:
         speed = self.steps_per_s
         return {
-            "folder": self.folder,
-            "t_ns": self.t_ns,
-            "world_size": self.world_size,
-            "missing": list(self.missing),
+            **plain_fields(self, "folder", "t_ns", "world_size", "missing"),
             "steps_per_s": None if speed is None else round(speed, 4),
             "stalled": [rank.rank for rank in self.ranks if rank.is_stalled],
             "culprits": [rank.rank for rank in self.culprits],
-            "is_over": self.is_over,
-            "unread": self.unread,
-            "caveats": list(self.caveats),
-            "problem": self.problem,
-            "ranks": [rank.to_dict() for rank in self.ranks],
+            **plain_fields(self, "is_over", "unread", "caveats", "problem", "ranks"),
         }
 
 

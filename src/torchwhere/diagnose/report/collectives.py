@@ -17,6 +17,7 @@ import numpy as np
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.core.arrays import Bools, Times
 from torchwhere.core.place import line_text, shown
+from torchwhere.core.results import plain, plain_fields
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.stream_calls import StreamCalls, signature_ids
@@ -55,7 +56,7 @@ class CallRow:
     differs: bool
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,9 @@ class StreamRows:
             "first": self.rows[0].number,
             "last": self.rows[-1].number,
             "window": str(self.window),
-            "rows": [row.to_dict() for row in self.rows],
-            "matrix": {"ranks": list(self.ranks), "ms": [list(row) for row in self.late_ms]},
-            "bytes_per_step": [list(pair) for pair in self.bytes_per_step],
-            "first_difference": self.first_difference,
+            "rows": plain(self.rows),
+            "matrix": {"ranks": list(self.ranks), "ms": plain(self.late_ms)},
+            **plain_fields(self, "bytes_per_step", "first_difference"),
         }
 
 

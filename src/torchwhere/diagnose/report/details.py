@@ -14,6 +14,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.memory import memory_samples
 from torchwhere.blackbox.run import RunSummary, read_again
 from torchwhere.core.grouping import grouped
+from torchwhere.core.results import plain_fields
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.report.texts import cut, event_text, milliseconds, place_text
@@ -41,8 +42,7 @@ class Detail:
         return {
             "stack": [cut(line) for line in report.stack[:_MOST_STACK]] if report else [],
             "detail": cut(report.detail) if report and report.detail is not None else None,
-            "events": [list(event) for event in self.events],
-            "memory": self.memory,
+            **plain_fields(self, "events", "memory"),
             "gpus": [cut(gpu) for gpu in self.gpus],
             "report": _cut_all(report.to_dict() | {"stack": []}) if report else None,
         }

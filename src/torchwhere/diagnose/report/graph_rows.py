@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchwhere.core.results import plain_fields
 from torchwhere.diagnose.report.digest import CompilationRow, DigestedBox
 from torchwhere.diagnose.report.texts import milliseconds
 
@@ -50,14 +51,9 @@ class GraphRow:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "name": self.name,
-            "part": self.part,
-            "rank": self.rank,
+            **plain_fields(self, "name", "part", "rank"),
             "ranks": len(self.ranks),
-            "count": self.count,
-            "recompiles": self.recompiles,
-            "reasons": self.reasons,
-            "step": self.step,
+            **plain_fields(self, "count", "recompiles", "reasons", "step"),
             "ms": milliseconds(self.took_ns) if self.took_ns is not None else None,
         }
 

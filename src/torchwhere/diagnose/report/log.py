@@ -18,6 +18,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.string_table import text_of
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.results import plain_fields
 from torchwhere.diagnose.diff import logs
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 from torchwhere.diagnose.report.texts import cut, event_text
@@ -49,8 +50,8 @@ class LogRow:
     how: str | None  # "flow": some ranks lack it; "value": they have different values
 
     def to_dict(self) -> dict[str, Any]:
-        cells = [list(cell) if cell is not None else None for cell in self.cells]
-        return {"step": self.step, "cells": cells, "differs": self.how is not None, "how": self.how}
+        differs = {"differs": self.how is not None, "how": self.how}
+        return plain_fields(self, "step", "cells") | differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ class LogDigest:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [row.to_dict() for row in self.rows]
-        return {"ranks": list(self.ranks), "rows": rows, "first_difference": self.first_difference}
+        return plain_fields(self, "ranks", "rows", "first_difference")
 
 
 def log(boxes: Mapping[int, Box], files: Mapping[int, Path]) -> LogDigest:

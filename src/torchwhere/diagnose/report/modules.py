@@ -8,7 +8,7 @@ times nor an incomplete step prevent folding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from torchwhere.core.arrays import Bools
 from torchwhere.core.grouping import grouped
 from torchwhere.core.place import PASS_LABELS, shown
+from torchwhere.core.results import plain, plain_fields
 from torchwhere.diagnose.calls.job_calls import CallCounts, JobCalls
 from torchwhere.diagnose.comms.outline import OutlineLine, outline
 from torchwhere.diagnose.comms.tree import PASSES, CommsKey, CommsNode, CommsSum, descend, is_number
@@ -69,14 +70,7 @@ class ModuleRow:
     cells: dict[str, PassCell]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": cut(self.name),
-            "depth": self.depth,
-            "parent": self.parent,
-            "times": self.times,
-            "ranks": self.ranks,
-            "cells": {pass_: cell.to_dict() for pass_, cell in self.cells.items()},
-        }
+        return plain_fields(self) | {"name": cut(self.name)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +87,7 @@ class Modules:
             "passes": [pass_ for pass_ in PASSES if pass_ in used],
             "has_time": self.has_time,
             "note": None if self.note is None else str(self.note),
-            "rows": [row.to_dict() for row in self.rows],
+            "rows": plain(self.rows),
         }
 
 
@@ -246,7 +240,5 @@ def _fitting(rows: list[ModuleRow]) -> tuple[list[ModuleRow], int]:
     for number, row in enumerate(rows):
         if row.depth <= deepest and len(shown_rows) < _MOST_ROWS:
             numbers[number] = len(shown_rows)
-            shown_rows.append(
-                ModuleRow(row.name, row.depth, numbers[row.parent], row.times, row.ranks, row.cells)
-            )
+            shown_rows.append(replace(row, parent=numbers[row.parent]))
     return shown_rows, len(rows) - len(shown_rows)

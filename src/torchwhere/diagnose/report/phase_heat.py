@@ -16,7 +16,7 @@ import numpy as np
 
 from torchwhere.blackbox.run import RunSummary, read_again
 from torchwhere.core.rank_text import ranks_text
-from torchwhere.core.results import Fact
+from torchwhere.core.results import Fact, plain_fields
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.phases import PhaseRow, Phases, table
 from torchwhere.diagnose.report.digest import DigestedBox
@@ -45,8 +45,7 @@ class PhaseHeat:
             "rows": [_row(row) for row in rows],
             "heat": {
                 "phases": [_name(row) for row in rows],
-                "ranks": list(self.ranks),
-                "ms": [list(totals) for totals in self.ms],
+                **plain_fields(self, "ranks", "ms"),
             },
             "parts": _parts_json(self.parts) if self.parts is not None else [],
         }

@@ -7,12 +7,13 @@ that many ranks share are stored once, and the columns hold indexes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.string_table import Group
 from torchwhere.core.grouping import Interner
+from torchwhere.core.results import plain, plain_fields
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
@@ -48,7 +49,7 @@ class MeshAxes:
     groups: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": cut(self.name), "of": self.of, "groups": self.groups}
+        return plain_fields(self) | {"name": cut(self.name)}
 
 
 @dataclass(slots=True)
@@ -65,41 +66,22 @@ class Ranks:
     last_number: list[int | None] = field(default_factory=list)
     host: TextTable = field(default_factory=TextTable)
     pid: list[int | None] = field(default_factory=list)
+    meshes: list[MeshAxes] = field(default_factory=list)
     age_ms: list[float | None] = field(default_factory=list)
     device: TextTable = field(default_factory=TextTable)
     device_step: list[int | None] = field(default_factory=list)
-    meshes: list[MeshAxes] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "state": self.state.of,
-            "states": self.state.texts,
-            "step": self.step,
-            "behind": self.behind,
-            "behind_calls": self.behind_calls,
-            "place": self.place.of,
-            "places": self.place.texts,
-            "last": self.last.of,
-            "lasts": self.last.texts,
-            "last_number": self.last_number,
-            "host": self.host.of,
-            "hosts": self.host.texts,
-            "pid": self.pid,
-            "meshes": [mesh.to_dict() for mesh in self.meshes],
-            "age_ms": self.age_ms,
-            **self._devices(),
-        }
-
-    def _devices(self) -> dict[str, Any]:
-        """The columns of the devices; none if no rank has a device."""
-        if not self.device.texts:
-            return {}
-        return {
-            "device": self.device.of,
-            "devices": self.device.texts,
-            "device_step": self.device_step,
-        }
+        columns: dict[str, Any] = {}
+        for column in fields(self):
+            values = getattr(self, column.name)
+            if isinstance(values, TextTable):
+                columns |= {column.name: values.of, f"{column.name}s": values.texts}
+            else:
+                columns[column.name] = plain(values)
+        if not self.device.texts:  # no rank has a device
+            del columns["device"], columns["devices"], columns["device_step"]
+        return columns
 
 
 def newest_ns(run: RunSummary[Any], when: HostClocks) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import RunSummary
-from torchwhere.core.results import Fact, Shown
+from torchwhere.core.results import Fact, Shown, plain, plain_fields
 from torchwhere.core.sanitize import plural, printable
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import align_hosts
@@ -84,17 +84,12 @@ class Report(Shown):
             "title": cut(self.title),
             "made_at": self.made_at.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "verdict": self.verdict.to_dict() | {"headline": self.headline},
-            "ranks": self.ranks.to_dict(),
-            "details": {str(rank): detail.to_dict() for rank, detail in self.details.items()},
+            **plain_fields(self, "ranks", "details"),
             "world_size": len(self.ranks.rank),
             "modules": self.modules.to_dict(),
-            "collectives": [stream.to_dict() for stream in self.collectives.shown],
+            "collectives": plain(self.collectives.shown),
             "more_groups": self.collectives.more,
-            "steps": self.steps.to_dict(),
-            "phases": self.phases.to_dict(),
-            "layout": self.layout.to_dict(),
-            "graphs": [graph.to_dict() for graph in self.graphs],
-            "log": self.log.to_dict(),
+            **plain_fields(self, "steps", "phases", "layout", "graphs", "log"),
             "missing": [cut(sentence) for sentence in self.missing],
             "settings": self.settings,
             **({"device": device_json(self.device)} if self.device is not None else {}),

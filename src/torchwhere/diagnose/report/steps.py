@@ -17,6 +17,7 @@ import numpy as np
 
 from torchwhere.core.arrays import Floats
 from torchwhere.core.rank_text import ranks_text
+from torchwhere.core.results import plain_fields
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.stragglers import straggler
@@ -48,7 +49,7 @@ class StepRow:
     ms: tuple[float | None, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"ranks": self.ranks, "rank": self.rank, "count": self.count, "ms": list(self.ms)}
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,7 @@ class Steps:
     stragglers: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "steps": list(self.steps),
-            "rows": [row.to_dict() for row in self.rows],
-            "median_ms": list(self.median_ms),
-            "stragglers": list(self.stragglers),
-        }
+        return plain_fields(self)
 
 
 def steps(
