@@ -23,7 +23,6 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_LOADS, FLAG_ON_DEVICE, FLAG_SAVES
@@ -134,7 +133,8 @@ def step_parts_of(
         if own is not None:
             job_arrivals.add(own.calls)
             with_steps.add(box.rank)
-            has_device_calls |= bool((_collective_flags(box) & FLAG_ON_DEVICE).any())
+            flags = box.records["flags"][box.records["kind"] == Kind.COLLECTIVE]
+            has_device_calls |= bool((flags & FLAG_ON_DEVICE).any())
     chosen = with_steps if ranks is None else with_steps & ranks
     by_rank = {}
     for box in read() if chosen else ():
@@ -159,11 +159,6 @@ def _of_rank(box: Box) -> _RankTimes | None:
     for stream, calls in own.streams.items():
         own.streams[stream] = calls.chosen(calls.issued_ns >= begin_ns)
     return _RankTimes(times, own)
-
-
-def _collective_flags(box: Box) -> npt.NDArray[np.uint8]:
-    flags: npt.NDArray[np.uint8] = box.records["flags"][box.records["kind"] == Kind.COLLECTIVE]
-    return flags
 
 
 def _parts(box: Box, own: _RankTimes, clocks: HostClocks, job_arrivals: JobArrivals) -> StepParts:
@@ -203,22 +198,12 @@ def _waits_ns(
     job_arrivals: JobArrivals,
 ) -> Times:
     """How long the CPU certainly waited in each call for the last rank."""
-    counts = _is_on_host(box, calls) & (calls.waits | _ends_backward(box, calls))
+    is_on_host = box.records["flags"][calls.at] & FLAG_ON_DEVICE == 0
+    counts = is_on_host & (calls.waits | _ends_backward(box, calls))
     issued = clocks.aligned_ns(box.rank, calls.issued_ns)
-    last_ns = np.array(
-        [
-            call.last_ns if call is not None and 0 < stream.size <= call.arrived else 0
-            for call in job_arrivals.of(stream, calls.numbers)
-        ],
-        np.int64,
-    )
+    last_ns, _ = job_arrivals.last(stream, calls.numbers)
     waits = np.minimum(last_ns - issued, calls.next_ns - calls.issued_ns)
     return np.where(counts, np.maximum(waits, 0), 0)
-
-
-def _is_on_host(box: Box, calls: CallTimes) -> Bools:
-    is_on_host: Bools = box.records["flags"][calls.at] & FLAG_ON_DEVICE == 0
-    return is_on_host
 
 
 def _ends_backward(box: Box, calls: CallTimes) -> Bools:

@@ -102,6 +102,17 @@ class JobArrivals:
         rows = map(CallArrivals, *columns)
         return [row if known else None for row, known in zip(rows, is_known, strict=True)]
 
+    def last(self, stream: ClockStream, numbers: Times) -> tuple[Times, Times]:
+        """Returns time and rank of the last arrival at some calls; -1 if not all ranks arrived."""
+        last = [
+            (call.last_ns, call.last_rank)
+            if call is not None and 0 < stream.size <= call.arrived
+            else (-1, -1)
+            for call in self.of(stream, numbers)
+        ]
+        last_ns, last_rank = np.array(last, np.int64).reshape(-1, 2).T
+        return last_ns, last_rank
+
     def _begin(self, stream: ClockStream) -> int:
         """Returns the index of the first call of a stream."""
         if self._begins is None:

@@ -119,14 +119,8 @@ def device_calls(
         reached = clocks.aligned_ns(box.rank, calls.issued_ns)
         is_done = calls.next_ns != NEVER
         done = clocks.aligned_ns(box.rank, np.where(is_done, calls.next_ns, calls.issued_ns))
-        last = [
-            (call.last_ns, call.last_rank)
-            if call is not None and 0 < stream.size <= call.arrived
-            else (UNKNOWN_NS, NO_RANK)
-            for call in job_arrivals.of(stream, calls.numbers)
-        ]
-        last_columns = np.array(last, np.int64).reshape(-1, 2).T
-        parts.append((calls.at, reached, np.where(is_done, done, UNKNOWN_NS), *last_columns))
+        last = job_arrivals.last(stream, calls.numbers)
+        parts.append((calls.at, reached, np.where(is_done, done, UNKNOWN_NS), *last))
     at, reached, done, last_ns, last_rank = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(at)
     at = at[order]

@@ -15,7 +15,6 @@ import numpy as np
 
 from torchwhere.core.arrays import Ints
 from torchwhere.core.events import Kind
-from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.diff.cohorts import Cohorts
 from torchwhere.diagnose.diff.sequences import EventSequence, EventStream
 
@@ -35,6 +34,13 @@ class RankClass:
     nth: Ints  # number of earlier events of its stream in its step
     at: Ints  # its index in the sequence
     in_step: Ints  # number of earlier events of its step
+
+    def table(self, number: int) -> Ints:
+        """The columns of all events as rows of one array: first the number of this class, then
+        step, stream, nth, flow, value, at, in_step."""
+        flow, value = self.sequence.flow[self.at], self.sequence.value[self.at]
+        columns = (self.steps, self.streams, self.nth, flow, value, self.at, self.in_step)
+        return np.stack([np.full(len(self.at), number), *columns])
 
     @property
     def last_step(self) -> int:
@@ -125,25 +131,15 @@ def _since_change(*columns: Ints) -> Ints:
 
 def differing_events(classes: Sequence[RankClass]) -> Iterator[AlignedEvents]:
     """The positions where not all classes have the same, in program order."""
-
-    def column(values: Iterable[Ints]) -> Ints:
-        return np.concatenate(list(values))
-
-    of_class = np.repeat(np.arange(len(classes)), [len(side.steps) for side in classes])
-    if not len(of_class):
+    tables = [side.table(number) for number, side in enumerate(classes)]
+    table = np.concatenate(tables, axis=1) if tables else np.empty((8, 0), np.int64)
+    if not table.size:
         return
-    steps = column(side.steps for side in classes)
-    streams = column(side.streams for side in classes)
-    nth = column(side.nth for side in classes)
-    order = np.lexsort((of_class, nth, streams, steps))
-    of_class, steps, streams, nth = of_class[order], steps[order], streams[order], nth[order]
-    flow = column(side.sequence.flow[side.at] for side in classes)[order]
-    value = column(side.sequence.value[side.at] for side in classes)[order]
-    at = column(side.at for side in classes)[order]
-    in_step = column(side.in_step for side in classes)[order]
-
+    of_class, steps, streams, nth = table[:4]
+    table = table[:, np.lexsort((of_class, nth, streams, steps))]
+    of_class, steps, streams, nth, flow, value, at, in_step = table
     starts = np.flatnonzero(_since_change(steps, streams, nth) == 0)
-    ends = np.append(starts[1:], len(order))
+    ends = np.append(starts[1:], len(steps))
     differs = ends - starts < len(classes)
     for ids in (flow, value):
         differs |= np.minimum.reduceat(ids, starts) != np.maximum.reduceat(ids, starts)
@@ -182,8 +178,9 @@ def diverge(
         findings += [
             ClassDifference("flow", aligned, versions) for versions in cohorts.split(flows)
         ]
-        if not values_differ and any(event.value for event in aligned.of_class.values()):
-            versions = _differing_values(aligned, cohorts)
+        values = {side: event.value for side, event in aligned.of_class.items()}
+        if not values_differ and any(values.values()):
+            versions = cohorts.differing(values)
             values_differ = bool(versions)
             findings += [ClassDifference("value", aligned, versions)] if versions else []
     return findings
@@ -197,12 +194,3 @@ def _flows(
         if side not in flows and not rank_class.may_lack(aligned.step, stream):
             flows[side] = _NO_EVENT
     return flows
-
-
-def _differing_values(aligned: AlignedEvents, cohorts: Cohorts) -> list[list[int]]:
-    for cohort in cohorts.all:
-        sides = (side for side in cohort if side in aligned.of_class)
-        versions = grouped((aligned.of_class[side].value, side) for side in sides)
-        if len(versions) > 1:
-            return list(versions.values())
-    return []

@@ -136,16 +136,25 @@ class Cohorts:
         """
         splits = []
         for cohort in sorted({self._cohort_of[rank] for rank in items}):
-            ranks = (rank for rank in self._ranks[cohort] if rank in items)
-            versions = grouped((items[rank], rank) for rank in ranks)
+            versions = _by_item(self._ranks[cohort], items)
             if len(versions) > 1:
-                most, *others = sorted(versions.values(), key=lambda ranks: (-len(ranks), ranks))
+                most, *others = sorted(versions, key=lambda ranks: (-len(ranks), ranks))
                 splits.append([most, *others])
                 leaving = {rank for other in others for rank in other}
                 self._ranks[cohort] = [rank for rank in self._ranks[cohort] if rank not in leaving]
                 for other in others:
                     self._add(other)
         return splits
+
+    def differing(self, items: Mapping[int, Hashable]) -> list[list[int]]:
+        """The ranks of each item in the first cohort whose ranks have different items; splits
+        nothing."""
+        by_cohort = (_by_item(cohort, items) for cohort in self.all)
+        return next((versions for versions in by_cohort if len(versions) > 1), [])
+
+
+def _by_item(ranks: Iterable[int], items: Mapping[int, Hashable]) -> list[list[int]]:
+    return list(grouped((items[rank], rank) for rank in ranks if rank in items).values())
 
 
 def in_order(cohorts: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,6 @@ import numpy as np
 
 from torchwhere.core.arrays import Ints
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.grouping import grouped
 from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff.cohorts import (
     MOST_DIVERGENCES,
@@ -148,14 +147,10 @@ class _LogSearch:
     def _compare(self, line: int, flow: list[int], value: list[int]) -> None:
         for versions in self._cohorts.split(dict(enumerate(flow))):
             self._add("flow", line, versions)
-        if self._values_differ:
-            return
-        for cohort in self._cohorts.all:
-            by_value = grouped((value[member], member) for member in cohort)
-            if len(by_value) > 1:
-                self._values_differ = True
-                self._add("value", line, list(by_value.values()))
-                return
+        versions = [] if self._values_differ else self._cohorts.differing(dict(enumerate(value)))
+        if versions:
+            self._values_differ = True
+            self._add("value", line, versions)
 
     def _add(self, kind: str, line: int, versions: Sequence[Sequence[int]]) -> None:
         if len(self.divergences) >= MOST_DIVERGENCES:
