@@ -8,7 +8,7 @@ import io
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchwhere.core.errors import TorchwhereError
@@ -18,11 +18,13 @@ from torchwhere.core.stall import END_STALL_S, STALL_S
 
 if TYPE_CHECKING:
     from torchwhere.blackbox.run import BoxRun
+    from torchwhere.diagnose.doctor.verdict import Verdict
     from torchwhere.render.lines import Line
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 T = TypeVar("T")
+Command = Callable[[argparse.Namespace], int]  # returns the exit code
 _REPLACE = "torchwhere-replace"
 _ASCII = dict(
     zip("\u251c\u2514\u2502\u2500\u2026\u2192\u00b5\u00d7\u00b1\u25b8", "|`|-~>ux~>", strict=True)
@@ -32,7 +34,7 @@ _ASCII = dict(
 # -- running a command -----------------------------------------------------------------------------
 
 
-def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def reading(command: Command) -> Command:
     """Wrap a command that reads a run: errors become one line on stderr and an exit code.
 
     A closed pipe (`| head`) ends the command with exit code 0, Ctrl-C with 130.
@@ -92,12 +94,16 @@ def _ascii_instead(error: UnicodeError) -> tuple[str, int]:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def add_command(commands: Any, name: str, text: str, *, more: str = "") -> argparse.ArgumentParser:
-    """Add a subcommand. `text` is its line in `torchwhere --help`; `more` follows it in its own."""
+def add_command(
+    commands: Any, name: str, text: str, command: Command, *, more: str = ""
+) -> argparse.ArgumentParser:
+    """Add a subcommand that calls `reading(command)`. `text` is its line in `torchwhere --help`;
+    `more` follows it in its own."""
     sentence = f"{text[0].upper()}{text[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=f"{sentence} {more}".rstrip()
     )
+    parser.set_defaults(command=reading(command))
     return parser
 
 
@@ -213,17 +219,40 @@ def print_result(
 ) -> None:
     """Print `values` as JSON with `--json`, else the lines that `lines(width=...)` makes."""
     if arguments.json:
-        print_json(values)
+        for value in values:
+            print_json(value)
         return
     from torchwhere.render.lines import print_lines
 
     print_lines(lines)
 
 
-def print_json(values: Iterable[Any]) -> None:
+def print_json(value: Any) -> None:
     """Print a JSON object on one line. NaN and infinities, which JSON lacks, become strings."""
-    for value in values:
-        print(json_text(value))
+    print(json_text(value))
+
+
+def print_summary(arguments: argparse.Namespace, written: Any) -> None:
+    """Print what a command has written: its values as JSON with `--json`, else its text."""
+    if arguments.json:
+        print_json(written.to_dict())
+    else:
+        print_sentences(str(written).split("\n"))
+
+
+def print_verdict(
+    arguments: argparse.Namespace, verdict: Verdict, *, other_hosts: Sequence[str] = ()
+) -> None:
+    """Print a verdict, and sentences about the ranks on other hosts."""
+    from torchwhere.render.verdict import verdict_json, verdict_text
+
+    if not arguments.json:
+        sys.stdout.write(verdict_text(verdict) + "\n")
+        print_sentences(other_hosts)
+    elif other_hosts:
+        print_json(verdict_json(verdict) | {"other_hosts": other_hosts})
+    else:
+        print_json(verdict_json(verdict))
 
 
 def print_sentences(sentences: Iterable[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +11,12 @@ from torchwhere.commands.arguments import (
     add_json,
     add_stall,
     at_least,
-    print_json,
     print_message,
-    print_sentences,
-    reading,
+    print_verdict,
 )
 from torchwhere.core.errors import TorchwhereError
 
 if TYPE_CHECKING:
-    from torchwhere.diagnose.doctor.verdict import Verdict
     from torchwhere.pipeline.attach import AttachedJob
     from torchwhere.processes.rank_processes import RankProcess
 
@@ -32,6 +28,7 @@ def add(commands: Any) -> None:
         commands,
         "attach",
         "diagnose a running job that was not started with torchwhere",
+        _attach,
         more=(
             "Needs py-spy. The job continues to run. Exit code: 0 no hang seen, 1 any other"
             " verdict, 2 no process to look at."
@@ -58,7 +55,6 @@ def add(commands: Any) -> None:
     )
     add_stall(sub)
     add_json(sub)
-    sub.set_defaults(command=reading(_attach))
 
 
 def _attach(arguments: argparse.Namespace) -> int:
@@ -74,8 +70,7 @@ def _attach(arguments: argparse.Namespace) -> int:
             return _doctor(arguments, folder)
         job = _look(arguments, processes)
     verdict = diagnose_attached(job)
-    lines = _other_hosts(arguments, job)
-    _print(arguments, verdict, lines)
+    print_verdict(arguments, verdict, other_hosts=_other_hosts(arguments, job))
     return 0 if verdict.facts.get("no_hang_seen") else _NOT_HEALTHY
 
 
@@ -148,6 +143,16 @@ def _read(folder: str) -> AttachedJob:
     return AttachedJob(ranks, read_gpus(Path(folder)), saved_dumps(Path(folder), ranks))
 
 
+def _other_hosts(arguments: argparse.Namespace, job: AttachedJob) -> list[str]:
+    from torchwhere.diagnose.stack_hang import ObservedJob
+    from torchwhere.render.other_hosts import other_hosts_lines
+
+    observed = ObservedJob(job.ranks)
+    slurm = next((rank.job for rank in job.ranks.values() if rank.job), "")
+    out = arguments.read if arguments.read is not None else arguments.out
+    return other_hosts_lines(observed.on_other_hosts, job=slurm, out=out)
+
+
 # -- watched jobs ----------------------------------------------------------------------------------
 
 
@@ -164,28 +169,5 @@ def _doctor(arguments: argparse.Namespace, folder: Path) -> int:
 
     print_message(f"torchwhere watches this job. This is: torchwhere doctor {folder}")
     verdict = diagnose_folder(folder, stall_s=arguments.stall)
-    _print(arguments, verdict, [])
+    print_verdict(arguments, verdict)
     return 0 if verdict.kind == "healthy" else _NOT_HEALTHY
-
-
-# -- printing --------------------------------------------------------------------------------------
-
-
-def _other_hosts(arguments: argparse.Namespace, job: AttachedJob) -> list[str]:
-    from torchwhere.diagnose.stack_hang import ObservedJob
-    from torchwhere.render.other_hosts import other_hosts_lines
-
-    observed = ObservedJob(job.ranks)
-    slurm = next((rank.job for rank in job.ranks.values() if rank.job), "")
-    out = arguments.read if arguments.read is not None else arguments.out
-    return other_hosts_lines(observed.on_other_hosts, job=slurm, out=out)
-
-
-def _print(arguments: argparse.Namespace, verdict: Verdict, lines: list[str]) -> None:
-    from torchwhere.render.verdict import verdict_json, verdict_text
-
-    if arguments.json:
-        print_json([verdict_json(verdict) | ({"other_hosts": lines} if lines else {})])
-        return
-    sys.stdout.write(verdict_text(verdict) + "\n")
-    print_sentences(lines)

@@ -18,7 +18,6 @@ from torchwhere.commands.arguments import (
     chosen_ranks,
     print_result,
     read_and,
-    reading,
 )
 from torchwhere.core.errors import TorchwhereError
 
@@ -30,6 +29,7 @@ def add(commands: Any) -> None:
         commands,
         "diff",
         "show the first place where the events or the logs of ranks differ",
+        _diff,
         more="Exit code: 0 no difference, 1 a difference.",
     )
     add_folder(sub)
@@ -54,7 +54,6 @@ def add(commands: Any) -> None:
         help="ignore whole lines and events that match; can be given several times",
     )
     add_json(sub)
-    sub.set_defaults(command=reading(_diff))
 
 
 def _diff(arguments: argparse.Namespace) -> int:

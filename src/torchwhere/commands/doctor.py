@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torchwhere.commands.arguments import (
@@ -11,8 +10,7 @@ from torchwhere.commands.arguments import (
     add_json,
     add_stall,
     folder_of_run,
-    print_json,
-    reading,
+    print_verdict,
 )
 from torchwhere.core.errors import TorchwhereError
 
@@ -27,6 +25,7 @@ def add(commands: Any) -> None:
         commands,
         "doctor",
         "diagnose a running or ended job: which rank hangs, differs or exited, and why",
+        _doctor,
         more="Exit code: 0 healthy, 1 any other verdict, 2 nothing to read.",
     )
     sub.add_argument(
@@ -39,17 +38,11 @@ def add(commands: Any) -> None:
     )
     add_json(sub)
     add_stall(sub)
-    sub.set_defaults(command=reading(_doctor))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from torchwhere.render.verdict import verdict_json, verdict_text
-
     verdict = _verdict(arguments)
-    if arguments.json:
-        print_json([verdict_json(verdict)])
-    else:
-        sys.stdout.write(verdict_text(verdict) + "\n")
+    print_verdict(arguments, verdict)
     return 0 if verdict.kind == "healthy" else _NOT_HEALTHY
 
 

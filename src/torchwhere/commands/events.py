@@ -18,7 +18,6 @@ from torchwhere.commands.arguments import (
     print_message,
     print_result,
     read_and,
-    reading,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    sub = add_command(commands, "events", "show the events of a run, rank by rank")
+    sub = add_command(commands, "events", "show the events of a run, rank by rank", _events)
     add_folder(sub)
     add_ranks(sub)
     sub.add_argument(
@@ -34,7 +33,6 @@ def add(commands: Any) -> None:
     )
     add_kinds(sub)
     add_json(sub, "print one JSON object per line, for programs")
-    sub.set_defaults(command=reading(_events))
 
 
 def _events(arguments: argparse.Namespace) -> int:

@@ -13,9 +13,7 @@ from torchwhere.commands.arguments import (
     add_kinds,
     add_ranks,
     chosen_ranks,
-    print_json,
-    print_sentences,
-    reading,
+    print_summary,
 )
 
 
@@ -24,6 +22,7 @@ def add(commands: Any) -> None:
         commands,
         "export",
         "write the events of a run as Parquet or JSON lines, for other tools",
+        _export,
         more="Parquet needs: pip install 'torchwhere[parquet]'",
     )
     add_folder(sub)
@@ -40,7 +39,6 @@ def add(commands: Any) -> None:
         "--force", action="store_true", help="replace an earlier export of the same name"
     )
     add_json(sub, "print a summary of the export as JSON")
-    sub.set_defaults(command=reading(_export))
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -56,8 +54,5 @@ def _export(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             on_progress=on_progress,
         )
-    if arguments.json:
-        print_json([written.to_dict()])
-    else:
-        print_sentences(str(written).split("\n"))
+    print_summary(arguments, written)
     return 0

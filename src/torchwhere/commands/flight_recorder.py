@@ -12,10 +12,8 @@ from torchwhere.commands.arguments import (
     add_command,
     add_folder,
     add_json,
-    print_json,
     print_message,
-    print_sentences,
-    reading,
+    print_summary,
 )
 from torchwhere.core.atomic_file import destination_folder, write_errors
 
@@ -25,6 +23,7 @@ def add(commands: Any) -> None:
         commands,
         "flight-recorder",
         "write a run as flight recorder dumps, which torchfrtrace reads",
+        _flight_recorder,
         more="Each entry also holds the place of the call.",
     )
     add_folder(sub)
@@ -32,7 +31,6 @@ def add(commands: Any) -> None:
         "-o", "--out", required=True, metavar="DUMPS", help="output folder: new or empty"
     )
     add_json(sub, "print a summary of the dumps as JSON")
-    sub.set_defaults(command=reading(_flight_recorder))
 
 
 def _flight_recorder(arguments: argparse.Namespace) -> int:
@@ -49,8 +47,5 @@ def _flight_recorder(arguments: argparse.Namespace) -> int:
         for caveat in run.caveats():
             print_message(caveat)
         written = replace(write_dumps(run, folder=part), folder=out)
-    if arguments.json:
-        print_json([written.to_dict()])
-    else:
-        print_sentences(str(written).split("\n"))
+    print_summary(arguments, written)
     return 0

@@ -17,7 +17,6 @@ from torchwhere.commands.arguments import (
     add_json,
     chosen_stall_s,
     print_json,
-    reading,
 )
 from torchwhere.core.errors import nothing_recorded
 
@@ -31,6 +30,7 @@ def add(commands: Any) -> None:
         commands,
         "monitor",
         "watch a running job; print a verdict if a rank hangs, exits early or differs",
+        _monitor,
         more="The monitor exits when the job does. `torchwhere run` starts one on each host.",
     )
     add_folder(sub)
@@ -49,7 +49,6 @@ def add(commands: Any) -> None:
         help="send this host's observations to the lead monitor",
     )
     sub.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
-    sub.set_defaults(command=reading(_monitor))
 
 
 def add_options(sub: argparse.ArgumentParser) -> None:
@@ -109,7 +108,7 @@ def _print_json(verdict: Verdict) -> None:
     from torchwhere.render.verdict import verdict_json
 
     with contextlib.suppress(BrokenPipeError):
-        print_json([verdict_json(verdict)])
+        print_json(verdict_json(verdict))
         sys.stdout.flush()
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from torchwhere.commands.arguments import add_command, add_json, print_json, reading
+from torchwhere.commands.arguments import add_command, add_json, print_json
 from torchwhere.core.errors import TorchwhereError
 
 
@@ -15,6 +15,7 @@ def add(commands: Any) -> None:
         commands,
         "native",
         "build the native extension, which makes watching cheaper",
+        _native,
         more="Every watch uses it from then on.",
     )
     sub.add_argument("--anew", action="store_true", help="build it again even if it exists")
@@ -24,7 +25,6 @@ def add(commands: Any) -> None:
         help="build nothing; train a small model with the built extension and compare",
     )
     add_json(sub)
-    sub.set_defaults(command=reading(_native))
 
 
 def _native(arguments: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def _native(arguments: argparse.Namespace) -> int:
         path, is_new = build(anew=arguments.anew)
         result = "built" if is_new else "already built"
     if arguments.json:
-        print_json([{"path": str(path), "is_new": is_new}])
+        print_json({"path": str(path), "is_new": is_new})
     else:  # without `render`: this machine may have torch and not rich
         sys.stdout.write(f"{result}: {path}\n")
     return 0

@@ -12,7 +12,6 @@ from torchwhere.commands.arguments import (
     add_json,
     print_json,
     print_sentences,
-    reading,
 )
 from torchwhere.core.atomic_file import destination
 from torchwhere.core.units import amount
@@ -25,12 +24,12 @@ def add(commands: Any) -> None:
         commands,
         "report",
         "write one HTML page: verdict, rank map, modules, collectives, steps",
+        _report,
         more="It opens from disk and needs no network.",
     )
     add_folder(sub)
     sub.add_argument("-o", "--out", metavar="FILE", help=f"output file (default: {_PAGE})")
     add_json(sub, "write the data of the page as JSON instead, to stdout or to FILE")
-    sub.set_defaults(command=reading(_report))
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -43,7 +42,7 @@ def _report(arguments: argparse.Namespace) -> int:
     ) as file:  # an output that cannot be written fails before the boxes are read
         size = file.write(_content(arguments).encode())
     if arguments.json:
-        print_json([{"file": out, "bytes": size}])
+        print_json({"file": out, "bytes": size})
     else:
         print_sentences([f"{out}  {amount(size)}"])
     return 0

@@ -18,6 +18,7 @@ def add(commands: Any) -> None:
         commands,
         "run",
         "run an unchanged training script under watch",
+        _run,
         more="Example: torchrun --nproc-per-node 4 -m torchwhere run --out run/ train.py",
     )
     sub.add_argument(
@@ -35,7 +36,7 @@ def add(commands: Any) -> None:
         "script", help="path of the script, name of the module, or a program such as torchrun"
     )
     sub.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    sub.set_defaults(command=_run)
+    sub.set_defaults(command=_run)  # without `reading`: the exceptions belong to the script
 
 
 def _run(arguments: argparse.Namespace) -> int:

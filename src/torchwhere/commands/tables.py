@@ -15,7 +15,6 @@ from torchwhere.commands.arguments import (
     chosen_ranks,
     print_result,
     read_and,
-    reading,
 )
 from torchwhere.core.errors import TorchwhereError
 
@@ -29,11 +28,10 @@ Output = tuple[Iterable[Any], Callable[..., Iterator["Line"]]]
 
 def add(commands: Any) -> None:
     for name, text, table in _TABLES:
-        sub = add_command(commands, name, text)
+        sub = add_command(commands, name, text, partial(_print_table, table))
         add_folder(sub)
         add_ranks(sub)
         add_json(sub)
-        sub.set_defaults(command=reading(partial(_print_table, table)))
 
 
 def _print_table(

@@ -16,7 +16,6 @@ from torchwhere.commands.arguments import (
     folder_of_run,
     print_json,
     print_message,
-    reading,
     seconds,
 )
 
@@ -28,6 +27,7 @@ def add(commands: Any) -> None:
         commands,
         "top",
         "show what every rank is doing now, on a live screen",
+        _top,
         more="Without a terminal it prints lines. Press ? for the keys, q to quit. Exit code: 0, or"
         " 2 if there is nothing to read.",
     )
@@ -50,7 +50,6 @@ def add(commands: Any) -> None:
     )
     add_stall(sub)
     add_json(sub, "print one JSON object for each update, for programs")
-    sub.set_defaults(command=reading(_top))
 
 
 def _top(arguments: argparse.Namespace) -> int:
@@ -85,7 +84,7 @@ def _print_updates(arguments: argparse.Namespace) -> None:
         count=arguments.count,
     ):
         if arguments.json:
-            print_json([run.to_dict() | {"verdict": verdict}])
+            print_json(run.to_dict() | {"verdict": verdict})
         elif run.ranks:
             sys.stdout.write(gap)
             print_lines(partial(plain_lines, run, verdict=verdict))

@@ -21,7 +21,6 @@ from torchwhere.commands.arguments import (
     print_json,
     print_message,
     print_sentences,
-    reading,
 )
 from torchwhere.core.atomic_file import destination, destination_folder
 from torchwhere.core.errors import TorchwhereError
@@ -37,7 +36,10 @@ _LEVEL = 3  # of compression: a sixth larger than the best level, in a fifth of 
 
 def add(commands: Any) -> None:
     sub = add_command(
-        commands, "trace", "write a timeline of all ranks on one clock, for Perfetto and HTA"
+        commands,
+        "trace",
+        "write a timeline of all ranks on one clock, for Perfetto and HTA",
+        _trace,
     )
     add_folder(sub)
     add_ranks(sub)
@@ -61,7 +63,6 @@ def add(commands: Any) -> None:
         help="write only the steps from A to B - 1",
     )
     add_json(sub)
-    sub.set_defaults(command=reading(_trace))
 
 
 def _step(text: str) -> range:
@@ -103,7 +104,7 @@ def _trace(arguments: argparse.Namespace) -> int:
         print_message(NO_MODULES)
     if arguments.json:
         summary = {"file": out, "bytes": written.size, **written.counts.to_dict()}
-        print_json([summary | {"clocks": written.clocks.to_dict()}])
+        print_json(summary | {"clocks": written.clocks.to_dict()})
     elif out != "-":
         print_sentences(
             trace_summary(
