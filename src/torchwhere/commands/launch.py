@@ -21,8 +21,7 @@ from types import ModuleType, TracebackType
 
 from torchwhere.commands.arguments import BAD_INPUT, print_message
 from torchwhere.commands.begin_watch import begin_watch
-from torchwhere.commands.children import watch_children
-from torchwhere.commands.watch_options import WatchOptions
+from torchwhere.commands.watch_options import WatchOptions, watch_children
 from torchwhere.core.errors import TorchwhereError, failure
 from torchwhere.processes import launcher
 from torchwhere_startup import watch_forks

@@ -1,7 +1,9 @@
 """The options of a watch: arguments of `torchwhere run`, and the text of `TORCHWHERE_OPTIONS`.
 
-`run` writes that variable for the processes that the job starts. A user may set it beside
-`TORCHWHERE_OUT`.
+`run` writes that variable and `TORCHWHERE_OUT` for the processes that the job starts, so that they
+watch themselves: `torchwhere_startup` reads the variables when Python starts. Without an installed
+`torchwhere_startup.pth`, for example in a source tree, a folder on the PYTHONPATH does the same
+(`startup/python_path/`). A user may set both variables too.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import site
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from torchwhere.commands.arguments import at_least, chosen_stall_s
@@ -18,6 +22,9 @@ from torchwhere.commands.monitor import add_options
 OUT = "TORCHWHERE_OUT"
 OPTIONS = "TORCHWHERE_OPTIONS"
 _DEFAULT_RECORDS = 1 << 16
+_PACKAGE = Path(__file__).parent.parent
+_PYTHON_PATH = _PACKAGE / "startup" / "python_path"
+_PTH_FILE = "torchwhere_startup.pth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +113,23 @@ def options_of_environment() -> WatchOptions:
     parser = _Parser(add_help=False)
     add_watch_options(parser)
     return watch_options(parser.parse_args(shlex.split(os.environ.get(OPTIONS, ""))))
+
+
+# -- the processes that the job starts -------------------------------------------------------------
+
+
+def watch_children(out: str, options: WatchOptions) -> None:
+    """Set the variables for all processes that this one starts, or becomes, from now on."""
+    os.environ[OUT] = os.path.abspath(out)
+    os.environ[OPTIONS] = options.to_text()
+    if not _is_installed():
+        folders = [str(_PYTHON_PATH), str(_PACKAGE.parent)]
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        others = [path for path in paths if path and path not in folders]
+        os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *others])
+
+
+def _is_installed() -> bool:
+    """Whether Python runs the start-up hook by itself."""
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    return any(os.path.isfile(os.path.join(folder, _PTH_FILE)) for folder in folders)
