@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from torchwhere.blackbox.writer import DEFAULT_RECORDS
-from torchwhere.core.errors import failure
+from torchwhere.core.errors import end_reason, failure
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.listeners import Listener
@@ -32,7 +32,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _lock = threading.RLock()
 _current: Session | None = None
 _listeners: list[Listener] = []
-_has_fork_handlers = False
 _has_reported_start = False
 
 
@@ -171,6 +170,13 @@ def stop_all(reason: str) -> None:
             session.close(reason)
 
 
+def end_with_process(error: BaseException | None) -> None:
+    """End all watches of this process, which ends with `error`, or without one."""
+    if error is not None:
+        record_exception(error)
+    stop_all(end_reason(error))
+
+
 def record_exception(error: BaseException) -> None:
     """Record an exception that is about to end the watch."""
     session = _current
@@ -190,17 +196,15 @@ def _check(model: object, records: int) -> None:
         )
 
 
+@functools.cache
 def _register_fork_handlers() -> None:
     """Register the handlers once: Python cannot unregister them. They do nothing without a
     session."""
-    global _has_fork_handlers
-    if not _has_fork_handlers:
-        _has_fork_handlers = True
-        os.register_at_fork(
-            before=_before_fork,
-            after_in_parent=_after_fork_in_parent,
-            after_in_child=_after_fork_in_child,
-        )
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )
 
 
 def _before_fork() -> None:

@@ -22,7 +22,7 @@ from types import ModuleType, TracebackType
 from torchwhere.commands.arguments import BAD_INPUT, print_message
 from torchwhere.commands.begin_watch import begin_watch
 from torchwhere.commands.watch_options import WatchOptions, watch_children
-from torchwhere.core.errors import TorchwhereError, failure
+from torchwhere.core.errors import TorchwhereError, end_reason
 from torchwhere.processes import launcher
 from torchwhere_startup import watch_forks
 
@@ -146,16 +146,14 @@ def _put_first(folder: str) -> None:
 def _watched(execute: Callable[[str], None], script: str) -> None:
     from torchwhere.api.watch import record_exception, stop
 
-    reason = "exit 0"
+    reason = end_reason(None)
     try:
         execute(script)
-    except SystemExit as error:
-        reason = f"exit {_exit_code(error)}"
-        raise
     except BaseException as error:
-        reason = failure(error)
-        _print_as(error, _without_launcher(error.__traceback__))
-        record_exception(error)
+        reason = end_reason(error)
+        if not isinstance(error, SystemExit):
+            _print_as(error, _without_launcher(error.__traceback__))
+            record_exception(error)
         raise
     finally:
         stop(reason)
@@ -185,12 +183,6 @@ def _run_path(script: str) -> None:
 def _run_module(name: str) -> None:
     """Run a module like `python -m name`."""
     runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code if isinstance(error.code, int) else 1
 
 
 # -- the traceback of a failed script --------------------------------------------------------------

@@ -33,6 +33,16 @@ def failure(error: BaseException) -> str:
     return f"{FAILED}{described(error)}"
 
 
+def end_reason(error: BaseException | None) -> str:
+    """End reason of a watch whose process ends: with an exception, or with None."""
+    if error is None:
+        return "exit 0"
+    if not isinstance(error, SystemExit):
+        return failure(error)
+    code = 0 if error.code is None else error.code
+    return f"exit {code if isinstance(code, int) else 1}"
+
+
 def described(error: BaseException) -> str:
     """A user's exception in one line, even if its own `__str__` raises."""
     try:

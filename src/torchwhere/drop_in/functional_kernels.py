@@ -13,7 +13,7 @@ import os
 import threading
 from _thread import get_ident
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ _inside = _Depth()
 _lock = threading.RLock()
 _listeners: tuple[OnFunctional, ...] = ()
 _kernels: FunctionalKernels | None = None
-_resets_in_forks = False
 
 
 def is_inside() -> bool:
@@ -151,12 +150,10 @@ def _forget_listeners() -> None:
 _errors = ErrorLimiter("functional collectives", _forget_listeners)
 
 
+@cache
 def _reset_in_forks() -> None:
     """Register `_forked` once: Python has no way to unregister it."""
-    global _resets_in_forks
-    if not _resets_in_forks:
-        _resets_in_forks = True
-        os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _forked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -9,10 +10,7 @@ from torchwhere.api import watch
 from torchwhere.commands.arguments import print_message
 from torchwhere.commands.begin_watch import begin_watch
 from torchwhere.commands.watch_options import OPTIONS, OUT, WatchOptions, options_of_environment
-from torchwhere.core.errors import failure
 from torchwhere.startup.ranks import first_group
-
-_watches_forks = False
 
 
 def watch_this_rank() -> None:
@@ -34,15 +32,14 @@ def _options() -> WatchOptions:
         return options_of_environment()
 
 
+@functools.cache
 def watch_forks() -> None:
     """Expect a group in each process that this one forks: there the watch of this one has ended.
 
-    Registered after the handlers of the watch, so it runs after them.
+    Registered once, because Python cannot unregister it, and after the handlers of the watch, so it
+    runs after them.
     """
-    global _watches_forks
-    if not _watches_forks:
-        _watches_forks = True
-        os.register_at_fork(after_in_child=first_group.expect)
+    os.register_at_fork(after_in_child=first_group.expect)
 
 
 def _end_with_worker() -> None:
@@ -67,10 +64,4 @@ def _end_watch() -> None:
     error = sys.exception()
     if isinstance(error, SystemExit) and isinstance(error.__context__, Exception):
         error = error.__context__  # `mp.spawn` reports an exception and exits with 1
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        watch.stop_all("exit 0")
-    elif isinstance(error, SystemExit):
-        watch.stop_all(f"exit {error.code if isinstance(error.code, int) else 1}")
-    else:
-        watch.record_exception(error)
-        watch.stop_all(failure(error))
+    watch.end_with_process(error)
