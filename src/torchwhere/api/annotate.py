@@ -10,12 +10,12 @@ from typing import Any, Literal, Self, overload
 
 from torch.compiler import is_dynamo_compiling
 
-from torchwhere.api.watch import Function, current, quietly
+from torchwhere.api.watch import current, quietly
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place, unknown_place
 from torchwhere.hooks import _torch, python_stack
-from torchwhere.hooks.decorate import decorated
+from torchwhere.hooks.decorate import Function, decorated
 from torchwhere.recorder import identity
 from torchwhere.recorder.own_device import NO_WATCH
 

@@ -9,6 +9,7 @@ anomaly mode. Each line has a `source` and a `certainty` that say how torchwhere
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any, Self
 
 import numpy as np
@@ -28,6 +29,7 @@ from torchwhere.hooks.node_places import node_that_raised
 from torchwhere.model.backward_graph import BackwardGraph, Lines, NodeSources, Places, read
 from torchwhere.model.graph_walk import is_leaf, walk
 from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import check_module
 from torchwhere.model.module_walk import walk as walk_modules
 from torchwhere.model.parameters import flat_names
 from torchwhere.model.wrappers import wrapped
@@ -61,11 +63,7 @@ def backward_graph(
         graph = torchwhere.backward_graph(loss, model=model)
         print(graph)
     """
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(
-            "backward_graph(model=): expected a torch.nn.Module or None, got"
-            f" {type(model).__name__}"
-        )
+    check_module(model, "backward_graph(model=)", or_none=True)
     roots = _roots(tensors)
     graph = read(walk(roots), roots, NodeSources(places=_places, names=_Namer(model), lines=_lines))
     if graph.freed and not freed:
@@ -276,10 +274,12 @@ def _anomaly_line(node: Any) -> ForwardLine | None:
 
 def _compiled_line(node: Any) -> ForwardLine | None:
     code = code_of_node(node)
-    if code is None:
-        return None
+    return _first_line(code, source="compiled") if code is not None else None
+
+
+def _first_line(code: CodeType, *, source: str) -> ForwardLine:
     return ForwardLine.of(
-        code.co_filename, code.co_firstlineno, source="compiled", certainty=Certainty.INFERRED
+        code.co_filename, code.co_firstlineno, source=source, certainty=Certainty.INFERRED
     )
 
 
@@ -295,9 +295,7 @@ def _module_line(node: Any) -> ForwardLine | None:
         forward = getattr(_module_named(session.recorder.locator.names, name), "forward", None)
         code = getattr(forward, "__code__", None)
         if code is not None and python_stack.is_users(code.co_filename):
-            return ForwardLine.of(
-                code.co_filename, code.co_firstlineno, source="module", certainty=Certainty.INFERRED
-            )
+            return _first_line(code, source="module")
     return None
 
 

@@ -8,7 +8,7 @@ ring. Tests use `expect` and `expect_same_as`.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import os
 import threading
@@ -27,6 +27,7 @@ from torchwhere.diagnose.comms.expect import KnownNames, check
 from torchwhere.diagnose.comms.sums import RunningSums
 from torchwhere.diagnose.comms.tree import Comms, add, group_label
 from torchwhere.hooks import _torch
+from torchwhere.model.module_walk import check_module
 from torchwhere.recorder.session import Session
 from torchwhere.render import expectation
 from torchwhere.render.text import comms_lines
@@ -63,7 +64,7 @@ def stop_listening(session: Session, tap: Callable[[int, Any], None]) -> None:
         session.collectives.taps = [other for other in session.collectives.taps if other != tap]
 
 
-class comms:  # noqa: N801 - called like a function: `with comms() as c:`
+class comms(contextlib.ContextDecorator):  # noqa: N801 - called like a function: `with comms() as c:`
     """The collectives of a block: a context manager and a decorator.
 
     It counts from zero each time the block is entered. If the block is entered again inside itself,
@@ -85,10 +86,7 @@ class comms:  # noqa: N801 - called like a function: `with comms() as c:`
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(
-                f"comms(model): expected a torch.nn.Module or None, got {type(model).__name__}"
-            )
+        check_module(model, "comms(model)", or_none=True)
         self._model = model
         self._depth = 0
         self._session: Session | None = None
@@ -120,14 +118,6 @@ class comms:  # noqa: N801 - called like a function: `with comms() as c:`
             self._box, self._modules = _box_of(session), _modules_of(session)
             self._session, self._cached = None, (0, Comms())
             leave(session)
-
-    def __call__(self, function: watch.Function) -> watch.Function:
-        @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return counted  # type: ignore[return-value]
 
     @_torch.unseen
     def _tap(self, number: int, _call: Any) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchwhere.model.fsdp import Slot, class_name
 from torchwhere.model.module_names import NameTable
-from torchwhere.model.module_walk import walk
+from torchwhere.model.module_walk import child_name, walk
 from torchwhere.model.parameters import FLAT_KEY, Part, fsdp_parts, is_flat
 from torchwhere.model.tensors import TensorNames
 from torchwhere.model.wrappers import WRAPPER_PARTS, innermost, topmost, wrapped
@@ -146,7 +146,7 @@ class NameLookup:
         # With use_orig_params no module holds the flat parameter: it gets the name it would have.
         if not names and is_flat(thing):
             names = [
-                below(part.unit, FLAT_KEY)
+                child_name(part.unit, FLAT_KEY)
                 for (_, key), part in self._parts().items()
                 if key == FLAT_KEY and part.flat is thing
             ]
@@ -205,7 +205,7 @@ class NameLookup:
             for tensors in (module._parameters, module._buffers):
                 for key, tensor in tensors.items():
                     if tensor is not None:
-                        yield below(name, key), tensor
+                        yield child_name(name, key), tensor
 
     def __len__(self) -> int:
         """The number of modules, parameters and buffers; a tied object counts once."""
@@ -244,8 +244,3 @@ class NameLookup:
             outer = outer if innermost(outer) is root else root
             self._outer = weakref.ref(outer)
         return outer
-
-
-def below(module: str, key: str) -> str:
-    """The name of a member of a module; the root module has an empty name."""
-    return f"{module}.{key}" if module else key

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.api.name_lookup import NameLookup, UnknownNameError, below
+from torchwhere.api.name_lookup import NameLookup, UnknownNameError
 from torchwhere.core.place import shown
 from torchwhere.core.results import Tabular
 from torchwhere.model.fsdp import Slot, class_name
+from torchwhere.model.module_walk import check_module, child_name
 from torchwhere.model.parameters import (
     BUFFER,
     FLAT_KEY,
@@ -63,11 +64,8 @@ def names(model: nn.Module) -> Names:
 
 def check(model: object, *, caller: str) -> None:
     """Raise a `TypeError` in the name of `caller` if `model` is not a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{caller}(model): expected a torch.nn.Module, got {type(model).__name__}. "
-            "Pass the model, or the wrapper that DDP, FSDP, torch.compile or DeepSpeed made."
-        )
+    advice = ". Pass the model, or the wrapper that DDP, FSDP, torch.compile or DeepSpeed made."
+    check_module(model, f"{caller}(model)", advice=advice)
 
 
 # by the id of the user's own model, as long as it is alive
@@ -141,7 +139,7 @@ class Names(NameLookup, Tabular):
                 for key, tensor in tensors.items():
                     if tensor is not None and id(tensor) not in ids:
                         ids.add(id(tensor))
-                        entries.append(self._facts_of(tensor, below(name, key), module, parts))
+                        entries.append(self._facts_of(tensor, child_name(name, key), module, parts))
         return entries
 
     def _facts_of(
@@ -158,7 +156,7 @@ class Names(NameLookup, Tabular):
             [name, *(other for other in all_names if other != name)],
             kind=BUFFER if is_buffer else PARAMETER,
             part=part,
-            flat_name=below(part.unit, FLAT_KEY) if part is not None and is_part else None,
+            flat_name=child_name(part.unit, FLAT_KEY) if part is not None and is_part else None,
         )
 
     # -- as text and as data -----------------------------------------------------------------------

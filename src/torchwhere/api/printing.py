@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.locked_write import write_all, write_whole
-from torchwhere.core.place import Certainty, Place
+from torchwhere.core.place import Place, unknown_place
 
 if TYPE_CHECKING:
     from torchwhere.recorder.session import Session
@@ -48,7 +48,7 @@ def place_of(frame: FrameType | None) -> Place:
     rank is known."""
     session = _session()
     if session is None:
-        return Place(rank=get_rank(), step=None, pass_="outside", certainty=Certainty.UNKNOWN)
+        return unknown_place(get_rank())
     return session.recorder.place(frame)
 
 

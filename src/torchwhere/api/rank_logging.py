@@ -20,7 +20,7 @@ from typing import TextIO
 
 from torchwhere.api.printing import Ranks, append, get_rank, is_among, place_of
 from torchwhere.core.locked_write import write_whole
-from torchwhere.core.place import Certainty, Place, shown
+from torchwhere.core.place import Certainty, Place, shown, unknown_place
 
 PLACE_FORMAT = "[%(place)s] %(levelname)s %(name)s: %(message)s"
 
@@ -61,7 +61,7 @@ class PlaceFilter(logging.Filter):
                 pass
             finally:
                 self._lookup.is_running = False
-        return Place(rank=get_rank(), step=None, pass_="outside", certainty=Certainty.UNKNOWN)
+        return unknown_place(get_rank())
 
     def _add_place(self, record: logging.LogRecord, place: Place) -> None:
         is_known = place.certainty is not Certainty.UNKNOWN

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from torch import nn
 
@@ -25,9 +25,8 @@ from torchwhere.core.errors import end_reason, failure
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.listeners import Listener
+from torchwhere.model.module_walk import check_module
 from torchwhere.recorder.session import Session
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _lock = threading.RLock()
 _current: Session | None = None
@@ -185,10 +184,7 @@ def record_exception(error: BaseException) -> None:
 
 
 def _check(model: object, records: int) -> None:
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(
-            f"watch(model): expected a torch.nn.Module or None, got {type(model).__name__}"
-        )
+    check_module(model, "watch(model)", or_none=True)
     if not isinstance(records, int) or records < 16:
         raise ValueError(
             f"records={records!r}: the ring needs at least 16 records (the default is"
@@ -226,7 +222,7 @@ def _after_fork_in_child() -> None:
         session.abandon()
 
 
-class watch:  # noqa: N801 - called like a function: `with watch(model):`
+class watch(contextlib.ContextDecorator):  # noqa: N801 - called like a function: `with watch(model):`
     """Watch this process: a context manager and a decorator.
 
     A watch inside a watch joins it. An exception that ends the block is recorded and propagates
@@ -270,14 +266,6 @@ class watch:  # noqa: N801 - called like a function: `with watch(model):`
         if error is not None:
             record_exception(error)
         stop("stop" if error is None else failure(error))
-
-    def __call__(self, function: Function) -> Function:
-        @functools.wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return watched  # type: ignore[return-value]
 
 
 @_torch.unseen

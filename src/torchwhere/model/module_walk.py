@@ -154,6 +154,13 @@ def _key_of(inner: nn.Module, children: Mapping[str, object], most: int) -> str 
     return next(compress(children, is_inner), None)
 
 
+def check_module(value: object, argument: str, *, or_none: bool = False, advice: str = "") -> None:
+    """Raise a `TypeError` if a value is not a module. `argument` names it: `comms(model)`."""
+    if not isinstance(value, nn.Module) and not (or_none and value is None):
+        expected = "torch.nn.Module or None" if or_none else "torch.nn.Module"
+        raise TypeError(f"{argument}: expected a {expected}, got {type(value).__name__}{advice}")
+
+
 def child_name(module: str, key: str) -> str:
     """The name of a child or tensor of a module, from the module's name and the key."""
     return f"{module}.{key}" if module else key
