@@ -16,7 +16,7 @@ from torch import nn
 
 from torchwhere.api import watch
 from torchwhere.hooks.decorate import Function, decorated
-from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
+from torchwhere.hooks.listeners import Listener, ModuleCall, ModuleEntry
 
 __all__ = ["ModuleCall", "on_module"]
 
@@ -25,7 +25,7 @@ OnForward = Callable[[nn.Module, ModuleCall], object]
 OnBackward = Callable[[nn.Module | None, ModuleCall], object]
 
 
-class on_module:  # noqa: N801 - called like a function: `with on_module(enter=...):`
+class on_module(Listener):  # noqa: N801 - called like a function: `with on_module(enter=...):`
     """Call functions when a module is entered and left, on every thread, from now until `remove()`.
 
     Each function gets the module and a `ModuleCall`. An outer module is entered before an inner
@@ -56,8 +56,6 @@ class on_module:  # noqa: N801 - called like a function: `with on_module(enter=.
         with torchwhere.on_module(enter=show, backward_enter=show):
             model(batch).sum().backward()
     """
-
-    is_active = False
 
     def __init__(
         self,

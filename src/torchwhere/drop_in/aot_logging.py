@@ -18,58 +18,9 @@ import torch
 from torch.autograd.graph import Node
 from torch.fx import traceback as fx_traceback
 
+from torchwhere.drop_in.tracker_hooks import running_backward
 from torchwhere.hooks import _torch, line_log
 from torchwhere.model.graph_walk import nodes_of, roots_of
-
-
-class Naming:
-    """The name of the model, the graphs being compiled, and the count of compiled graphs."""
-
-    def __init__(self) -> None:
-        own = {"model_name": "model", "graph_being_compiled": [], "nth_graph": 0}
-        torchs = _torch.imported("aot_naming")
-        is_usable = all(hasattr(torchs, name) for name in own)
-        self._home: Any = torchs if is_usable else SimpleNamespace(**own)
-
-    @property
-    def model(self) -> str:
-        return str(self._home.model_name)
-
-    @model.setter
-    def model(self, name: str) -> None:
-        self._home.model_name = name
-
-    @property
-    def graphs(self) -> list[str]:
-        return list(self._home.graph_being_compiled)
-
-    @property
-    def count(self) -> int:
-        return int(self._home.nth_graph)
-
-    @contextmanager
-    def compiling(self, graph: str) -> Iterator[None]:
-        """Set the graph being compiled while the block runs. The end of the block counts it, also
-        after an exception."""
-        home, outer = self._home, self._home.graph_being_compiled
-        home.graph_being_compiled = [graph]
-        context = self._context()
-        before = getattr(context, "aot_graph_name", None)
-        if context is not None:
-            context.aot_graph_name = home.graph_being_compiled
-        try:
-            yield
-        finally:
-            home.nth_graph += 1
-            home.graph_being_compiled = outer
-            if context is not None and self._context() is not None:
-                self._context().aot_graph_name = before
-
-    def _context(self) -> Any:
-        """Return the object where dynamo looks for the name; None while dynamo traces nothing."""
-        tracing = _torch.private("tracing_context")
-        return tracing.try_get() if tracing is not None else None
-
 
 __all__ = [
     "callback_set",  # noqa: F822 - `__getattr__` gives it
@@ -87,21 +38,29 @@ __all__ = [
     "track_graph_compiling",
 ]
 
-_naming = Naming()
-
 _Stack = list[str]
 
+# The name of the model, the graphs being compiled, and the number of compiled graphs.
+_VARIABLES: dict[str, Any] = {"model_name": "model", "graph_being_compiled": [], "nth_graph": 0}
 
-_TORCH_VARIABLES = {"graph_being_compiled": "graphs", "model_name": "model", "nth_graph": "count"}
+
+def _naming() -> Any:
+    """Return the object with the variables: the module of AOTAutograd, if it has all of them."""
+    torchs = _torch.imported("aot_naming")
+    is_usable = all(hasattr(torchs, name) for name in _VARIABLES)
+    return torchs if is_usable else SimpleNamespace(**_VARIABLES)
+
+
+_names = _naming()
 
 
 def __getattr__(name: str) -> Any:
     """Return the current value of a variable of the original module."""
-    if name in _TORCH_VARIABLES:
-        return getattr(_naming, _TORCH_VARIABLES[name])
+    if name in _VARIABLES:
+        return getattr(_names, name)
     # True if the running backward restores the stack trace at its end
     if name == "callback_set":
-        return _running_task() in _restoring
+        return running_backward() in _restoring
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -113,17 +72,18 @@ def set_model_name(name: str) -> None:
         >>> get_aot_graph_name()
         'decoder__0_forward_3'
     """
-    _naming.model = name
+    _names.model_name = name
 
 
 def get_aot_compilation_context() -> tuple[list[str], str, int]:
     """Return the graphs being compiled, the model's name, and the number of compiled graphs."""
-    return list(_naming.graphs), _naming.model, _naming.count
+    return list(_names.graph_being_compiled), _names.model_name, _names.nth_graph
 
 
 def get_aot_graph_name() -> str:
     """Return the name of the graph being compiled, for example `model__0_forward_3`."""
-    return f"{_naming.model}__{'_'.join(_naming.graphs)}_{_naming.count}"
+    graphs, model, count = get_aot_compilation_context()
+    return f"{model}__{'_'.join(graphs)}_{count}"
 
 
 get_graph_being_compiled = get_aot_graph_name
@@ -133,12 +93,32 @@ get_graph_being_compiled = get_aot_graph_name
 def track_graph_compiling(aot_config: Any, graph_name: str) -> Iterator[None]:
     """Set the graph being compiled to `<aot_id>_<graph_name>` while the block runs.
 
+    The end of the block counts the graph, also after an exception.
+
     Example:
         >>> with track_graph_compiling(aot_config, "forward"):
         ...     log.info("compiling %s", get_aot_graph_name())
     """
-    with _naming.compiling(f"{aot_config.aot_id}_{graph_name}"):
+    outer = _names.graph_being_compiled
+    _names.graph_being_compiled = [f"{aot_config.aot_id}_{graph_name}"]
+    context = _tracing_context()
+    before = getattr(context, "aot_graph_name", None)
+    if context is not None:
+        context.aot_graph_name = _names.graph_being_compiled
+    try:
         yield
+    finally:
+        _names.nth_graph += 1
+        _names.graph_being_compiled = outer
+        latest = _tracing_context()
+        if context is not None and latest is not None:
+            latest.aot_graph_name = before
+
+
+def _tracing_context() -> Any:
+    """Return the object where dynamo looks for the name; None while dynamo traces nothing."""
+    tracing = _torch.private("tracing_context")
+    return tracing.try_get() if tracing is not None else None
 
 
 # -- stack traces ----------------------------------------------------------------------------------
@@ -202,7 +182,7 @@ def _restore_afterwards() -> None:
     Registered once for each backward: one that raises runs no callbacks, and must not disturb the
     next one.
     """
-    task, queue = _running_task(), _torch.private("queue_callback")
+    task, queue = running_backward(), _torch.private("queue_callback")
     if task in _restoring or queue is None:
         return
     stack = fx_traceback.format_stack()
@@ -213,12 +193,6 @@ def _restore_afterwards() -> None:
 
     _restoring.add(task)
     queue(restore)
-
-
-def _running_task() -> int:
-    """Return the id of the backward that runs on this thread, or -1."""
-    task_id = _torch.private("graph_task_id")
-    return int(task_id()) if task_id is not None else -1
 
 
 # -- texts -----------------------------------------------------------------------------------------

@@ -122,9 +122,7 @@ class CommDebugMode:
         modes = _torch.private("dispatch_modes")
         if not self._noise_level and (modes is None or modes() == 0):
             return None
-        return OpLog(
-            session.recorder.locator, lists=self._noise_level > 0, on_collective=self._dispatched
-        )
+        return OpLog(session.recorder.locator, self._dispatched, lists=self._noise_level > 0)
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
@@ -173,16 +171,12 @@ class CommDebugMode:
 
     @_torch.unseen
     def _functional(self, name: str) -> None:
-        session = self._session
-        if session is not None and self._is_own():
-            locator = session.recorder.locator
-            self._report(COUNTED_AS[name], locator.place_ids(locator.threads.here()).module, 0)
+        if self._session is not None and self._is_own():
+            self._report(COUNTED_AS[name], self.advanced_module_tracker.module_here(), 0)
 
     def _count_unreported(self, packet: Any) -> None:
-        session = self._session
-        if session is not None:
-            locator = session.recorder.locator
-            self._count(packet, locator.place_ids(locator.threads.here()).module, 0)
+        if self._session is not None:
+            self._count(packet, self.advanced_module_tracker.module_here(), 0)
 
     def _report(self, packet: Any, module: int, beneficiary: int) -> None:
         """Count what a kernel reports. If the dispatch mode sees the collective too, only the first

@@ -16,23 +16,21 @@ from torch.distributed.tensor import DTensor
 
 from torchwhere.blackbox.file_format import MODULE_SHIFT
 from torchwhere.core.place import Pass
+from torchwhere.drop_in.module_tracker import original_name
 from torchwhere.drop_in.op_log import OpLog
-from torchwhere.hooks import _torch
-from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
+from torchwhere.drop_in.tracker_hooks import running_backward
+from torchwhere.hooks.listeners import Listener, ModuleEntry
 from torchwhere.hooks.threads import LOG_MASK, Track, pass_of
 from torchwhere.recorder.session import Session
 
 GLOBAL = "Global"
 
 
-class CommModeModuleTracker:
+class CommModeModuleTracker(Listener):
     """Which modules ran, inside which modules, with which parameters. The keys of all dicts are
     names such as `MLPModule.net1`."""
 
-    wants_backward = False
-
     def __init__(self) -> None:
-        self.is_active = False
         self.module_helper_dict: dict[str, dict[str, Any]] = {}
         self.module_parameters_dict: dict[str, dict[str, Any]] = {}
         self.module_parents_dict: dict[str, set[str]] = {}
@@ -88,15 +86,6 @@ class CommModeModuleTracker:
         around = track.marks[(track.count - 2) & LOG_MASK] if track.count > 1 else 0
         self._store(entry.own, self._fqn_of(word), self._fqn_of(around))
 
-    def left(self, entry: ModuleEntry, output: Any) -> None:
-        """Do nothing: only the first call of a module matters."""
-
-    def backward_entered(self, module: nn.Module | None, call: ModuleCall) -> None:
-        """Do nothing: the watch knows the module of an autograd node."""
-
-    def backward_left(self, module: nn.Module | None, call: ModuleCall) -> None:
-        """Do nothing."""
-
     def _store(self, module: nn.Module, name: str, parent: str) -> None:
         self._place(name, parent)
         helper = self.module_helper_dict[name]
@@ -128,6 +117,13 @@ class CommModeModuleTracker:
 
     # -- names -------------------------------------------------------------------------------------
 
+    def module_here(self) -> int:
+        """Return the id of the module that the calling thread is in; 0 after the block."""
+        if self._session is None:
+            return 0
+        locator = self._session.recorder.locator
+        return locator.place_ids(locator.threads.here()).module
+
     def _fqn_of(self, word: int) -> str:
         session = self._session
         text = (
@@ -141,7 +137,7 @@ class CommModeModuleTracker:
         fqn = self._fqns.get(name)
         if fqn is None:
             root = self._session.modules.root_class if self._session is not None else ""
-            fqn = self._fqns[name] = _fqn(name, root)
+            fqn = self._fqns[name] = original_name(name, root)
         return fqn
 
     def listed(self, name: str) -> str:
@@ -170,11 +166,9 @@ class CommModeModuleTracker:
     def name(self) -> str:
         """The module that the calling thread is in, in forward or backward; `Global` outside any
         module."""
-        session = self._session
-        if session is None:
+        if self._session is None:
             return GLOBAL if self.module_helper_dict else ""
-        locator = session.recorder.locator
-        return self._fqn_of(locator.place_ids(locator.threads.here()).module << MODULE_SHIFT)
+        return self._fqn_of(self.module_here() << MODULE_SHIFT)
 
     @property
     def parents(self) -> set[str]:
@@ -185,8 +179,7 @@ class CommModeModuleTracker:
     @property
     def is_bw(self) -> bool:
         """Whether the calling thread is in a backward."""
-        task_id = _torch.private("graph_task_id")
-        return task_id is not None and task_id() != -1
+        return running_backward() != -1
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -210,13 +203,3 @@ class CommModeModuleTracker:
         """Print the placements of each DTensor parameter."""
         for key, value in self.sharding_dict.items():
             sys.stdout.write(f"{key}: {value}\n")
-
-
-def _fqn(name: str, root: str) -> str:
-    """Return the name of the original. A module outside the model (a loss, a module in a plain
-    list) has the name of its class there."""
-    _, mark, own = name.rpartition("<")
-    if not mark:
-        return f"{root}.{name}" if name else root
-    cls, _, rest = own.partition(">")
-    return cls.partition("#")[0] + rest

@@ -7,6 +7,7 @@ Takes the dicts of the mode and a noise level. The output has exactly the form o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,23 +76,15 @@ def _passes(
 ) -> list[tuple[str, dict[Any, int], list[dict[str, Any]]]]:
     """Return the three passes of a module: heading, collectives and operations of each."""
     counts = results.counts.get(fqn, {})
-    forward, backward, checkpointing = _operations(results, fqn, noise_level)
+    listed = results.operations.get(fqn, {}).get("operations_list", []) if noise_level > 0 else []
+    forward = [op for op in listed if not op["is_bw"]]
+    backward = [op for op in listed if op["is_bw"] and not op["is_activation_checkpointing"]]
+    checkpointing = [op for op in listed if op["is_activation_checkpointing"]]
     return [
         ("FORWARD PASS", counts.get("forward", {}), forward),
         ("BACKWARD PASS", counts.get("backward", {}), backward),
         ("ACTIVATION CHECKPOINTING", {}, checkpointing),
     ]
-
-
-def _operations(
-    results: ModeResults, fqn: str, noise_level: int
-) -> tuple[list[dict[str, Any]], ...]:
-    listed = results.operations.get(fqn, {}).get("operations_list", []) if noise_level > 0 else []
-    return (
-        [op for op in listed if not op["is_bw"]],
-        [op for op in listed if op["is_bw"] and not op["is_activation_checkpointing"]],
-        [op for op in listed if op["is_activation_checkpointing"]],
-    )
 
 
 def _shown(operations: Iterable[dict[str, Any]], noise_level: int) -> Iterator[dict[str, Any]]:
@@ -118,10 +111,9 @@ def older_table(results: ModeResults) -> str:
     for fqn, helper in results.modules.module_helper_dict.items():
         indent = "  " * helper["depth"]
         lines.append(f"{indent}{fqn}\n")
-        counts: dict[Any, int] = {}
+        counts = Counter[Any]()
         for collectives in results.counts.get(fqn, {}).values():
-            for op, count in collectives.items():
-                counts[op] = counts.get(op, 0) + count
+            counts.update(collectives)
         lines += [f"{_YELLOW}{indent}  *{op}: {count}{_PLAIN}\n" for op, count in counts.items()]
     return "".join(lines)
 
@@ -130,9 +122,13 @@ def json_tree(
     results: ModeResults, noise_level: int, *, fqn: str = GLOBAL, depth: int = 0
 ) -> dict[str, Any]:
     """Return a module and its submodules as the viewer of torch reads them."""
-    helper, counts = results.modules.module_helper_dict[fqn], results.counts.get(fqn, {})
+    helper = results.modules.module_helper_dict[fqn]
     has_module_data = noise_level > 0 and helper.get("module_type")
-    forward, backward, checkpointing = _operations(results, fqn, noise_level)
+    forward, backward, checkpointing = (
+        [_as_json(op) for op in _shown(operations, noise_level)]
+        for _, _, operations in _passes(results, fqn, noise_level)
+    )
+    counts = results.counts.get(fqn, {})
     below = results.modules.parent_dict.get(fqn, []) if depth < _MAX_DEPTH else []
     return {
         "fqn": fqn,
@@ -141,16 +137,16 @@ def json_tree(
         "children": [
             json_tree(results, noise_level, fqn=child, depth=depth + 1) for child in below
         ],
-        "collectives_forward": [
-            (str(op), count) for op, count in counts.get("forward", {}).items()
-        ],
-        "collectives_backward": [
-            (str(op), count) for op, count in counts.get("backward", {}).items()
-        ],
-        "operations_forward": [_as_json(op) for op in _shown(forward, noise_level)],
-        "operations_backward": [_as_json(op) for op in _shown(backward, noise_level)],
-        "operations_checkpointing": [_as_json(op) for op in _shown(checkpointing, noise_level)],
+        "collectives_forward": _json_counts(counts.get("forward", {})),
+        "collectives_backward": _json_counts(counts.get("backward", {})),
+        "operations_forward": forward,
+        "operations_backward": backward,
+        "operations_checkpointing": checkpointing,
     }
+
+
+def _json_counts(counts: Mapping[Any, int]) -> list[tuple[str, int]]:
+    return [(str(op), count) for op, count in counts.items()]
 
 
 def _as_json(operation: Mapping[str, Any]) -> dict[str, Any]:

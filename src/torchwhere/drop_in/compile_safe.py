@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchwhere.hooks import _torch
+from torchwhere.model.module_walk import check_module
 
 Tensors = tuple[Any, ...]  # of tensors; in backward, None stands for a missing gradient
 Hook = Callable[[str, Tensors], object]
@@ -28,16 +29,22 @@ _Leaf = Callable[..., Tensors]
 @contextmanager
 def compile_safe_hooks(
     model: nn.Module,
-    *,
     pre_fw_hook: Hook | None = None,
     post_fw_hook: PostForward | None = None,
     pre_bw_hook: Hook | None = None,
     post_bw_hook: Hook | None = None,
     module_filter: ModuleFilter | None = None,
 ) -> Iterator[None]:
-    """Call hooks on every submodule of `model` for which `module_filter(fqn, module)` is true.
+    """Call hooks at the boundaries of all submodules of `model` for which `module_filter(fqn,
+    module)` is true, also in a compiled graph.
 
-    `model` itself gets no hooks: they would run outside its compiled graph.
+    The hooks get names and tuples of tensors: `pre_fw_hook(fqn, inputs)`, `post_fw_hook(fqn,
+    inputs, outputs)`, `pre_bw_hook(fqn, grad_outputs)`, `post_bw_hook(fqn, grad_inputs)`. `model`
+    itself gets no hooks: they would run outside its compiled graph. This needs no tracker.
+
+    Example:
+        >>> with ModTracker.compile_safe_hooks(model, pre_fw_hook=lambda fqn, inputs: log(fqn)):
+        ...     torch.compile(model)(x)
     """
     _check(model, (pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook, module_filter))
     with ExitStack() as stack:
@@ -58,10 +65,7 @@ def compile_safe_hooks(
 
 
 def _check(model: object, functions: tuple[object, ...]) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"compile_safe_hooks(model): expected a torch.nn.Module, got {type(model).__name__}"
-        )
+    check_module(model, "compile_safe_hooks(model)")
     for function in functions:
         if function is not None and not callable(function):
             raise TypeError(

@@ -282,14 +282,9 @@ def print_backward_tensors(tensor: torch.Tensor) -> None:
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor is freed, like that of a whole parameter which FSDP2 has
     resharded: printing it would crash."""
-    if tensor.device.type == "meta" or not _has_storage(tensor):
+    if tensor.device.type == "meta" or tensor.numel() == 0:
         return False
-    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
     try:
-        tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # some subclasses and layouts have none
+        return tensor.untyped_storage().size() == 0
+    except (NotImplementedError, RuntimeError):  # some subclasses and layouts have no storage
         return False
-    return True

@@ -25,6 +25,7 @@ from torch import nn
 
 from torchwhere.api.annotate import phase
 from torchwhere.model.fsdp import sharded_tree
+from torchwhere.model.module_walk import check_module
 from torchwhere.recorder.identity import rank_and_world
 
 __all__ = ["SimpleProfiler", "_get_sharded_module_tree_with_module_name_to_fqns", "logger"]
@@ -137,11 +138,7 @@ def _get_sharded_module_tree_with_module_name_to_fqns(
         >>> tree, params = _get_sharded_module_tree_with_module_name_to_fqns(fully_shard(model))
         >>> print(tree)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            "_get_sharded_module_tree_with_module_name_to_fqns(model): expected a torch.nn.Module,"
-            f" got {type(model).__name__}"
-        )
+    check_module(model, "_get_sharded_module_tree_with_module_name_to_fqns(model)")
     lines = sharded_tree(model)
     managed: dict[str, list[str]] = {}
     for line in lines:

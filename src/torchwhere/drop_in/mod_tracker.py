@@ -16,14 +16,13 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from torchwhere.api import watch
-from torchwhere.drop_in.compile_safe import Hook, ModuleFilter, PostForward, compile_safe_hooks
+from torchwhere.drop_in.compile_safe import compile_safe_hooks
 from torchwhere.drop_in.module_tracker import ModuleTracker
 from torchwhere.drop_in.tracker_hooks import TrackedCall, needing_gradients, running_backward
 from torchwhere.hooks import _torch
-from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
+from torchwhere.hooks.listeners import Listener, ModuleEntry
 
 __all__ = ["ModTracker", "ModuleTracker"]
 
@@ -31,7 +30,14 @@ __all__ = ["ModTracker", "ModuleTracker"]
 _MAX_BACKWARDS = 16
 
 
-class ModTracker(ModuleTracker):
+class _ThreadCalls(threading.local):
+    """The calls that this thread is in; None for a call that goes through no backward."""
+
+    def __init__(self) -> None:
+        self.open: list[TrackedCall | None] = []
+
+
+class ModTracker(ModuleTracker, Listener):
     """A `ModuleTracker` that also calls user hooks before and after the forward and backward of
     each module.
 
@@ -42,14 +48,10 @@ class ModTracker(ModuleTracker):
         ...     model(x).sum().backward()
     """
 
-    # Backward reports of the module hook have no gradients, which the user's hooks need.
-    wants_backward = False
-
     def __init__(self) -> None:
         super().__init__()
-        self.is_active = False
         self._hooks: dict[str, Callable[..., Any]] = {}
-        self._calls = threading.local()  # `.open`: the calls that this thread is in
+        self._calls = _ThreadCalls()
         self._count = 0
         # by backward: calls whose post_bw_hook runs at its end, if it has not run before
         self._reached_calls: dict[int, list[TrackedCall]] = {}
@@ -101,35 +103,7 @@ class ModTracker(ModuleTracker):
         self._hooks.clear()
         self._listen()
 
-    @staticmethod
-    @contextmanager
-    def compile_safe_hooks(
-        model: nn.Module,
-        pre_fw_hook: Hook | None = None,
-        post_fw_hook: PostForward | None = None,
-        pre_bw_hook: Hook | None = None,
-        post_bw_hook: Hook | None = None,
-        module_filter: ModuleFilter | None = None,
-    ) -> Iterator[None]:
-        """Call hooks at the boundaries of all submodules of `model`, also in a compiled graph.
-
-        The hooks get names and tuples of tensors: `pre_fw_hook(fqn, inputs)`, `post_fw_hook(fqn,
-        inputs, outputs)`, `pre_bw_hook(fqn, grad_outputs)`, `post_bw_hook(fqn, grad_inputs)`. This
-        needs no tracker.
-
-        Example:
-            >>> with ModTracker.compile_safe_hooks(model, pre_fw_hook=lambda fqn, inputs: log(fqn)):
-            ...     torch.compile(model)(x)
-        """
-        with compile_safe_hooks(
-            model,
-            pre_fw_hook=pre_fw_hook,
-            post_fw_hook=post_fw_hook,
-            pre_bw_hook=pre_bw_hook,
-            post_bw_hook=post_bw_hook,
-            module_filter=module_filter,
-        ):
-            yield
+    compile_safe_hooks = staticmethod(compile_safe_hooks)
 
     def __enter__(self) -> Self:
         """Begin to track modules and to call the hooks."""
@@ -150,7 +124,7 @@ class ModTracker(ModuleTracker):
         is_wanted = bool(self._hooks) and self._depth > 0
         if is_wanted != self.is_active:
             self.is_active = is_wanted
-            self._calls = threading.local()  # calls that are running now get no end
+            self._calls = _ThreadCalls()  # calls that are running now get no end
             (watch.listen if is_wanted else watch.unlisten)(self)
 
     # -- forward -----------------------------------------------------------------------------------
@@ -159,22 +133,16 @@ class ModTracker(ModuleTracker):
         """Call the pre_fw_hook, and prepare the backward hooks."""
         if entry.call is not None and not _is_compiled():
             self._call_hook("pre_fw_hook", entry.own, entry.args)
-            self._opened().append(self._hook_inputs(entry) if self._goes_backward(entry) else None)
+            call = self._hook_inputs(entry) if self._goes_backward(entry) else None
+            self._calls.open.append(call)
 
     def left(self, entry: ModuleEntry, output: Any) -> None:
         """Call the post_fw_hook, and prepare the backward hooks."""
         if entry.call is not None and not _is_compiled():
-            opened = self._opened()
-            call = opened.pop() if opened else None
+            call = self._calls.open.pop() if self._calls.open else None
             self._call_hook("post_fw_hook", entry.own, entry.args, output)
             if call is not None:
                 self._hook_outputs(call, output)
-
-    def _opened(self) -> list[TrackedCall | None]:
-        opened: list[TrackedCall | None] | None = getattr(self._calls, "open", None)
-        if opened is None:
-            opened = self._calls.open = []
-        return opened
 
     def _goes_backward(self, entry: ModuleEntry) -> bool:
         """Whether backward will run the nodes of this call. It does not run those of a
@@ -269,12 +237,6 @@ class ModTracker(ModuleTracker):
         hook = self._hooks.get(name)
         if hook is not None and self.is_active:
             hook(*args)
-
-    def backward_entered(self, module: nn.Module | None, call: ModuleCall) -> None:
-        """Do nothing: hooks on tensors call the backward hooks."""
-
-    def backward_left(self, module: nn.Module | None, call: ModuleCall) -> None:
-        """Do nothing: hooks on tensors call the backward hooks."""
 
 
 def _is_compiled() -> bool:

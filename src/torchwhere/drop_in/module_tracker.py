@@ -5,7 +5,6 @@ Import it from `torchwhere.drop_in.mod_tracker`.
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from typing import Self
@@ -16,13 +15,22 @@ from torchwhere.api import watch
 from torchwhere.drop_in.tracker_hooks import TrackerHooks, running_backward
 from torchwhere.hooks import _torch
 from torchwhere.model.module_names import NameTable
-from torchwhere.model.module_walk import walk
+from torchwhere.model.module_walk import check_module, child_name, walk
 from torchwhere.recorder.session import Session
 
 _GLOBAL = "Global"
 _MAX_CACHED = 1 << 12
-# how the watch names a module that is not part of the model
-_NAMED_BY_CLASS = re.compile(r"<([^<>#]*)(?:#\d+)?>")
+
+
+def original_name(name: str, root_class: str) -> str:
+    """Return the name that the original gives a module, from the name that the watch uses:
+    `MLPModule.net1` for `net1`. A module outside the model (a loss, a module in a plain list) has
+    the name of its class there: `Loss` for `<Loss#2>`."""
+    _, mark, own = name.rpartition("<")
+    if not mark:
+        return child_name(root_class, name) if name else root_class
+    cls, _, rest = own.partition(">")
+    return cls.partition("#")[0] + rest
 
 
 class ModuleTracker(TrackerHooks):
@@ -64,10 +72,7 @@ class ModuleTracker(TrackerHooks):
         Raises:
             TypeError: If `mod` is not a module.
         """
-        if not isinstance(mod, nn.Module):
-            raise TypeError(
-                f"get_known_fqn(mod): expected a torch.nn.Module, got {type(mod).__name__}"
-            )
+        check_module(mod, "get_known_fqn(mod)")
         if self._session is not None:
             name = self._session.modules.name_of(mod)
         else:
@@ -107,10 +112,7 @@ class ModuleTracker(TrackerHooks):
         relative to the model."""
         if self._session is not None:
             self._root_class = self._session.modules.root_class
-        at = name.rfind("<")
-        if at >= 0:
-            return _NAMED_BY_CLASS.sub(r"\1", name[at:])
-        return f"{self._root_class}.{name}" if name else self._root_class
+        return original_name(name, self._root_class)
 
     def __enter__(self) -> Self:
         """Begin to track modules."""

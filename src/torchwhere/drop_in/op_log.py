@@ -10,12 +10,13 @@ the garbage collector.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchwhere.drop_in.counted_ops import DispatchedCollective
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.locate import Locator
@@ -40,29 +41,19 @@ class Sharded(NamedTuple):
     mesh: Any
 
 
-class OnCollective(Protocol):
-    """Gets every op of a namespace of collectives, on the thread that runs it."""
-
-    def begin(self, func: Any) -> None:
-        """Called before the op runs."""
-
-    def end(self, *, is_done: bool) -> None:
-        """Called after the op. `is_done` is false if it raised an exception."""
-
-
 class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lists the ops of the threads that entered it, unless `lists` is false, and reports
-    collectives to `on_collective`."""
+    collectives to `dispatched`, on the thread that runs them."""
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, locator: Locator, *, lists: bool = True, on_collective: OnCollective | None = None
+        self, locator: Locator, dispatched: DispatchedCollective, *, lists: bool = True
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Any] = []
         self._lists = lists
-        self._on_collective = on_collective
+        self._dispatched = dispatched
         self.is_paused = False  # while torchwhere itself reads tensors
         self._locator = locator
         self._local, self._here = locator.threads.local, locator.threads.here
@@ -106,13 +97,9 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin_collective(self, func: Any) -> bool:
         try:
-            if (
-                self._on_collective is None
-                or not isinstance(func, _OP)
-                or func.namespace not in COLLECTIVE_NAMESPACES
-            ):
+            if not isinstance(func, _OP) or func.namespace not in COLLECTIVE_NAMESPACES:
                 return False
-            self._on_collective.begin(func)
+            self._dispatched.begin(func)
         except Exception as error:
             self._errors(error)
             return False
@@ -120,8 +107,7 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _end_collective(self, *, is_done: bool) -> None:
         try:
-            if self._on_collective is not None:
-                self._on_collective.end(is_done=is_done)
+            self._dispatched.end(is_done=is_done)
         except Exception as error:
             self._errors(error)
 

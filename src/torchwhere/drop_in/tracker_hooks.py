@@ -80,11 +80,7 @@ class TrackerHooks:
         if hook is not None:
             hook(mod, args, output)
         self._get_pop_fn(w_mod, name, False)()
-        tensors = [
-            leaf
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        tensors = needing_gradients(output)
         if tensors and running_backward() == -1:
             register_multi_grad_hook(tensors, self._get_append_fn(w_mod, name, True), mode="any")
 

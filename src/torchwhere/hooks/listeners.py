@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -66,11 +66,12 @@ class ModuleEntry(NamedTuple):
     track: Track
 
 
-class Listener(Protocol):
-    """A listener. `wants_backward`: it also wants the module calls that a backward goes through."""
+class Listener:
+    """A listener, whose methods do nothing. `wants_backward`: it also wants the module calls that a
+    backward goes through."""
 
-    is_active: bool
-    wants_backward: bool
+    is_active: bool = False
+    wants_backward: bool = False
 
     def entered(self, entry: ModuleEntry) -> None:
         """A module was entered."""
