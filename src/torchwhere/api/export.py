@@ -15,7 +15,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import BoxReader, read_or_empty
@@ -27,6 +27,9 @@ from torchwhere.core.events import json_text, known_kinds
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import plural
 from torchwhere.core.worker_pool import Progress
+
+if TYPE_CHECKING:
+    from torchwhere.api.parquet import ParquetFolder
 
 FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 _MOST_CAVEATS = 8  # shown in the text
@@ -90,22 +93,6 @@ class Exported(Shown):
         return f"{plural(self.events, 'event')} of {plural(len(self.ranks), 'rank')}"
 
 
-class Writer(Protocol):
-    """Writes boxes one by one. The output gets its name when the block ends without an error."""
-
-    def __enter__(self) -> Writer: ...
-    def __exit__(self, *error: object) -> None: ...
-
-    def expect(self, ranks: Collection[int]) -> None:
-        """Prepare for the boxes of these ranks."""
-
-    def has(self, summary: BoxSummary) -> int | None:
-        """The number of events, if the output already has this box in its current state."""
-
-    def write(self, box: Box) -> int:
-        """Write the events of a box. Returns their number."""
-
-
 def export(
     folder: str | os.PathLike[str],
     *,
@@ -148,7 +135,7 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         with _writer(target, wanted) as writer:
             run = RunSummary(Path(folder), *choose(Path(folder), _summaries(files, on_progress)))
-            chosen = [run.boxes[rank] for rank in _checked_ranks(ranks, run)]
+            chosen = [summary for _, summary in run.in_order(run.checked_ranks(ranks))]
             writer.expect([summary.rank for summary in chosen])
             events = sum(_written(writer, chosen, on_progress))
     written_files = [target] if target.is_file() else target.rglob("*.parquet")
@@ -178,17 +165,15 @@ def _target(out: object) -> Path:
     return target
 
 
-def _checked_ranks(ranks: Iterable[int] | None, run: RunSummary[BoxSummary]) -> list[int]:
-    chosen = run.checked_ranks(ranks)
-    return sorted(run.boxes if chosen is None else chosen)
-
-
-def _writer(target: Path, kinds: set[str] | None) -> Writer:
+def _writer(
+    target: Path, kinds: set[str] | None
+) -> contextlib.AbstractContextManager[ParquetFolder | JsonLines]:
+    """Writes boxes one by one. The output gets its name when the block ends without an error."""
     if target.suffix == ".parquet":
         from torchwhere.api.parquet import ParquetFolder
 
         return ParquetFolder(target, kinds=kinds)
-    return JsonLines(target, kinds=kinds)
+    return json_lines(target, kinds=kinds)
 
 
 def _refuse(target: Path, *, force: bool) -> None:
@@ -231,7 +216,7 @@ def _read_box(reader: BoxReader, summary: BoxSummary) -> Box:
 
 
 def _written(
-    writer: Writer, summaries: list[BoxSummary], on_progress: Progress | None
+    writer: ParquetFolder | JsonLines, summaries: list[BoxSummary], on_progress: Progress | None
 ) -> Iterator[int]:
     """Write the boxes. Yields the number of events of each."""
     reader = BoxReader()
@@ -242,28 +227,22 @@ def _written(
             on_progress(len(summaries) + done, 2 * len(summaries))
 
 
+@contextlib.contextmanager
+def json_lines(target: Path, *, kinds: set[str] | None) -> Iterator[JsonLines]:
+    """Opens a file for all events. Compresses it if its name ends with `.gz`."""
+    with destination(target) as file:
+        if target.name.endswith(".gz"):
+            with gzip.GzipFile(filename="", fileobj=file, mode="wb") as packed:
+                yield JsonLines(packed, kinds=kinds)
+        else:
+            yield JsonLines(file, kinds=kinds)
+
+
 class JsonLines:
-    """Writes all events to one file, as `torchwhere events --json` prints them. Compresses it if
-    its name ends with `.gz`."""
+    """Writes all events to one file, as `torchwhere events --json` prints them."""
 
-    def __init__(self, target: Path, *, kinds: set[str] | None) -> None:
-        self._target, self._kinds = target, kinds
-        self._stack = contextlib.ExitStack()
-        self._file: IO[bytes] | None = None
-
-    def __enter__(self) -> JsonLines:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(destination(self._target))
-            if self._target.name.endswith(".gz"):
-                file = cast(
-                    IO[bytes],
-                    stack.enter_context(gzip.GzipFile(filename="", fileobj=file, mode="wb")),
-                )
-            self._file, self._stack = file, stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __init__(self, file: IO[bytes] | gzip.GzipFile, *, kinds: set[str] | None) -> None:
+        self._file, self._kinds = file, kinds
 
     def expect(self, ranks: Collection[int]) -> None:
         """Needs no preparation: every export writes the whole file."""
@@ -272,7 +251,6 @@ class JsonLines:
         return None
 
     def write(self, box: Box) -> int:
-        assert self._file is not None
         self._file.writelines(
             f"{json_text(event.to_dict())}\n".encode() for event in box.events(kinds=self._kinds)
         )

@@ -105,6 +105,7 @@ class ParquetFolder:
         return json.dumps(source).encode()
 
     def has(self, summary: BoxSummary) -> int | None:
+        """The number of events, if the output already has this box in its current state."""
         try:
             file = self._pq.read_metadata(self._path(summary.rank))
         except (OSError, self._pa.ArrowException):
@@ -113,6 +114,7 @@ class ParquetFolder:
         return int(file.num_rows) if is_same else None
 
     def write(self, box: Box) -> int:
+        """Write the events of a box. Returns their number."""
         path = self._path(box.rank)
         path.parent.mkdir(exist_ok=True)
         rows = box.rows(self._kinds)

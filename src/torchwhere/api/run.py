@@ -174,8 +174,8 @@ class Run(box_runs.BoxRun):
         Example:
             run.to_pandas(kinds={"collective"}).groupby("op")["bytes"].sum()
         """
-        pd, chosen, wanted = pandas(), self.checked_ranks(ranks), known_kinds(kinds)
-        boxes = [box for rank, box in self.in_order() if chosen is None or rank in chosen]
+        pd, wanted = pandas(), known_kinds(kinds)
+        boxes = [box for _, box in self.in_order(self.checked_ranks(ranks))]
         parts = [columns(box, box.rows(wanted)) for box in boxes]
         rank_column = np.repeat([box.rank for box in boxes], [len(part["kind"]) for part in parts])
         events = {name: _array(pd, column) for name, column in joined(parts).items()}

@@ -8,7 +8,7 @@ summaries instead of boxes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -73,10 +73,11 @@ class RunSummary(Shown, Generic[B]):
             )
         return chosen
 
-    def in_order(self) -> Iterator[tuple[int, B]]:
-        """Yield the boxes by rank, one at a time."""
+    def in_order(self, ranks: Collection[int] | None = None) -> Iterator[tuple[int, B]]:
+        """Yield the boxes of all ranks, or of `ranks`, by rank and one at a time."""
         for rank in sorted(self.boxes):
-            yield rank, self.boxes[rank]
+            if ranks is None or rank in ranks:
+                yield rank, self.boxes[rank]
 
     @property
     def missing(self) -> list[int]:
@@ -132,9 +133,8 @@ class BoxRun(RunSummary[Box]):
             kinds: Only events of these kinds.
             last: Only the last events of each rank.
         """
-        for rank, box in self.in_order():
-            if ranks is None or rank in ranks:
-                yield from box.events(kinds=kinds, last=last)
+        for _, box in self.in_order(ranks):
+            yield from box.events(kinds=kinds, last=last)
 
 
 def read_run(folder: str | Path, *, on_progress: Progress | None = None) -> BoxRun:

@@ -52,8 +52,7 @@ class Groups(Shown, Tabular):
 def groups(run: BoxRun, *, ranks: set[int] | None = None) -> Groups:
     """The groups that all ranks of a run recorded, or only `ranks`."""
     by_name: dict[str, dict[str, Any]] = {}
-    for rank, box in run.in_order():
-        if ranks is None or rank in ranks:
-            by_name |= box.groups()
+    for _, box in run.in_order(ranks):
+        by_name |= box.groups()
     names = sorted(by_name, key=lambda name: (len(name), name))
     return Groups(tuple(by_name[name] for name in names))

@@ -181,10 +181,9 @@ class Phases(Shown, Tabular):
 def phases(run: BoxRun, *, ranks: set[int] | None = None) -> Phases:
     """The phases of a run, on all its ranks or on `ranks`."""
     sums, has_device = {}, False
-    for rank, box in run.in_order():
-        if ranks is None or rank in ranks:
-            sums[rank] = phase_sums(box), last_ns(box)
-            has_device |= bool(device_lanes(box))
+    for rank, box in run.in_order(ranks):
+        sums[rank] = phase_sums(box), last_ns(box)
+        has_device |= bool(device_lanes(box))
 
     def boxes() -> Iterator[Box]:
         return (box for _, box in run.in_order())

@@ -248,11 +248,10 @@ def _serves(beneficiary: Beneficiary, issuer: str | None, module: str) -> bool:
 def comms(run: BoxRun, *, ranks: set[int] | None = None) -> Comms:
     """Sum the collectives of a run over all its ranks, or over `ranks`."""
     total = Comms()
-    for rank, box in run.in_order():
-        if ranks is None or rank in ranks:
-            if box.counts.overwritten:
-                total.overwritten[rank] = box.counts.overwritten
-            add(total, box, sums(box.records))
+    for rank, box in run.in_order(ranks):
+        if box.counts.overwritten:
+            total.overwritten[rank] = box.counts.overwritten
+        add(total, box, sums(box.records))
     return total
 
 

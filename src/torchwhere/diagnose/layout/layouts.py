@@ -114,9 +114,7 @@ def layouts(run: BoxRun, *, ranks: set[int] | None = None) -> Layouts:
     missing, changed = [], []
 
     def last_layouts() -> Iterator[Layout]:
-        for rank, box in run.in_order():
-            if ranks is not None and rank not in ranks:
-                continue
+        for rank, box in run.in_order(ranks):
             stored = layouts_in(box)
             layout = _last(stored, rank)
             if layout is None:
