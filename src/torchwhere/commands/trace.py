@@ -8,7 +8,6 @@ import gzip
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -26,8 +25,10 @@ from torchwhere.core.atomic_file import destination, destination_folder
 from torchwhere.core.errors import TorchwhereError
 
 if TYPE_CHECKING:
+    from torchwhere.blackbox.box import Box
     from torchwhere.diagnose.clocks.clocks import Clocks
     from torchwhere.diagnose.timeline.load import RunTimelines
+    from torchwhere.diagnose.timeline.slices import Timeline
     from torchwhere.render.trace_counts import TraceCounts
 
 _MOST_STEP = 0xFFFFFFFE
@@ -81,40 +82,26 @@ def _steps(text: str) -> range:
     return steps
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What a trace holds, and its size in bytes (0 on a pipe)."""
-
-    counts: TraceCounts
-    clocks: Clocks
-    size: int
-
-
 def _trace(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out == "-" and arguments.json:
         raise TorchwhereError("-o - and --json both write to stdout: give only one of them")
     if not out:
         raise TorchwhereError("the file name after -o is empty: give a file")
+    from torchwhere.render.trace_counts import TraceCounts
     from torchwhere.render.trace_summary import NO_MODULES, trace_summary
 
-    is_folder = _is_folder(out)
-    written = _write_folder(Path(out), arguments) if is_folder else _write_file(out, arguments)
-    if not written.counts.has_modules:
+    is_folder = out.endswith(("/", os.sep)) or Path(out).is_dir()
+    write = _write_folder if is_folder else _write_file
+    counts = TraceCounts()
+    clocks, size = write(out, arguments, counts)
+    if not counts.has_modules:
         print_message(NO_MODULES)
     if arguments.json:
-        summary = {"file": out, "bytes": written.size, **written.counts.to_dict()}
-        print_json(summary | {"clocks": written.clocks.to_dict()})
+        summary = {"file": out, "bytes": size, **counts.to_dict()}
+        print_json(summary | {"clocks": clocks.to_dict()})
     elif out != "-":
-        print_sentences(
-            trace_summary(
-                out,
-                written.counts,
-                clocks=written.clocks,
-                size=written.size,
-                is_folder=is_folder,
-            )
-        )
+        print_sentences(trace_summary(out, counts, clocks=clocks, size=size, is_folder=is_folder))
     return 0
 
 
@@ -143,47 +130,42 @@ def _loaded(arguments: argparse.Namespace) -> Iterator[RunTimelines]:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _is_folder(out: str) -> bool:
-    return out.endswith(("/", os.sep)) or Path(out).is_dir()
-
-
-def _pieces(timelines: RunTimelines, counts: TraceCounts) -> Iterator[str]:
-    """Yield the text of one file with all ranks."""
+def _pieces(
+    ranks: Iterable[tuple[Box, Timeline]],
+    timelines: RunTimelines,
+    counts: TraceCounts,
+    *,
+    is_kineto: bool = False,
+) -> Iterator[str]:
+    """Yield the text of one file with these ranks."""
     from torchwhere.render import trace
 
     is_first = True
-    for box, timeline in timelines.timelines():
+    for box, timeline in ranks:
         if is_first:
             yield trace.head(box, timelines)
-        writer = trace.RankWriter(box, timeline, timelines, counts=counts)
+        writer = trace.RankWriter(box, timeline, timelines, counts=counts, is_kineto=is_kineto)
         for piece in trace.joined(writer.events(), is_first=is_first):
             yield piece
             is_first = False
     yield trace.TAIL
 
 
-def _write_folder(folder: Path, arguments: argparse.Namespace) -> _Written:
-    """Write one file for each rank."""
-    from torchwhere.render import trace
-    from torchwhere.render.trace_counts import TraceCounts
-
-    counts = TraceCounts()
+def _write_folder(
+    out: str, arguments: argparse.Namespace, counts: TraceCounts
+) -> tuple[Clocks, int]:
+    """Write one file for each rank. Returns the clocks, and the size of the files in bytes."""
     names = set()
     size = 0
-    with destination_folder(folder) as part, _loaded(arguments) as timelines:
+    with destination_folder(out) as part, _loaded(arguments) as timelines:
         for box, timeline in timelines.timelines():
-            writer = trace.RankWriter(box, timeline, timelines, counts=counts, is_kineto=True)
-            pieces = [
-                trace.head(box, timelines),
-                *trace.joined(writer.events(), is_first=True),
-                trace.TAIL,
-            ]
+            pieces = _pieces([(box, timeline)], timelines, counts, is_kineto=True)
             path = part / f"rank{box.rank}.json.gz"
             with path.open("xb") as file:
                 size += _write(file, pieces, is_packed=True)
             names.add(path.name)
-    _warn_of_other_files(folder, names)
-    return _Written(counts, timelines.clocks, size)
+    _warn_of_other_files(Path(out), names)
+    return timelines.clocks, size
 
 
 def _warn_of_other_files(folder: Path, written: set[str]) -> None:
@@ -195,19 +177,16 @@ def _warn_of_other_files(folder: Path, written: set[str]) -> None:
         print_message(other_files_text(folder, others))
 
 
-def _write_file(out: str, arguments: argparse.Namespace) -> _Written:
-    """Write one file with all ranks."""
-    from torchwhere.render.trace_counts import TraceCounts
-
-    counts = TraceCounts()
+def _write_file(out: str, arguments: argparse.Namespace, counts: TraceCounts) -> tuple[Clocks, int]:
+    """Write one file with all ranks. Returns the clocks, and its size in bytes; 0 on a pipe."""
     if out == "-":
         with _loaded(arguments) as timelines:
-            for piece in _pieces(timelines, counts):
-                sys.stdout.write(piece)
-        return _Written(counts, timelines.clocks, 0)
+            sys.stdout.writelines(_pieces(timelines.timelines(), timelines, counts))
+        return timelines.clocks, 0
     with destination(out) as file, _loaded(arguments) as timelines:
-        size = _write(file, _pieces(timelines, counts), is_packed=out.endswith(".gz"))
-    return _Written(counts, timelines.clocks, size)
+        pieces = _pieces(timelines.timelines(), timelines, counts)
+        size = _write(file, pieces, is_packed=out.endswith(".gz"))
+    return timelines.clocks, size
 
 
 def _write(file: IO[bytes], pieces: Iterable[str], *, is_packed: bool) -> int:
