@@ -8,6 +8,7 @@ compiled, the table is empty.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torchwhere.api.watch import current
 from torchwhere.hooks import _torch, python_stack
@@ -91,19 +92,13 @@ def _backward(
         for module in modules
         if module is not None
     ]
-    return CompiledGraph(
-        id=forward.id,
+    return replace(
+        forward,
         kind=BACKWARD,
-        function=forward.function,
-        line=forward.line,
-        model=forward.model,
-        backend=forward.backend,
         ops=sum(counts) if counts and len(counts) == len(modules) else None,
         inputs=None,
-        recompiled=forward.recompiled,
         reason=None,
         seconds=compilation.seconds if compilation is not None else None,
-        is_live=True,
     )
 
 

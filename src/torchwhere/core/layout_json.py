@@ -5,6 +5,7 @@ A field name has the same JSON type in every class, so one table of readers serv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -13,16 +14,20 @@ Facts = tuple[tuple[str, Any], ...]  # a dictionary that is hashable
 
 T = TypeVar("T")
 _DICTIONARIES = ("dtypes", "settings")
-_names: dict[Any, tuple[str, ...]] = {}  # of the fields, by class
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON: tuples become lists, facts dictionaries."""
-    return {name: _plain(name, getattr(value, name)) for name in _field_names(type(value))}
+class JsonFields:
+    """A dataclass whose fields are JSON: tuples become lists, facts dictionaries."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        cls: Any = type(self)
+        return {name: _plain(name, getattr(self, name)) for name in _field_names(cls)}
 
 
 def read_fields(cls: Callable[..., T], data: Any) -> T:
-    """Create an object from the result of `fields_of`. Skips unknown keys."""
+    """Create an object from the result of `to_dict`. Skips unknown keys."""
     names = [name for name in _field_names(cls) if name in data]
     return cls(**{name: _reader(name)(data[name]) for name in names})
 
@@ -37,10 +42,9 @@ def _plain(name: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+@functools.cache
 def _field_names(cls: Any) -> tuple[str, ...]:
-    if cls not in _names:
-        _names[cls] = tuple(field.name for field in fields(cls))
-    return _names[cls]
+    return tuple(field.name for field in fields(cls))
 
 
 def _reader(name: str) -> Callable[[Any], Any]:

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchwhere.core.layout_json import Facts, fields_of, read_fields, text_or_none
+from torchwhere.core.layout_json import Facts, JsonFields, read_fields, text_or_none
 from torchwhere.core.results import Shown, Tabular
 
 FLAT = "Shard(flat)"  # FSDP1 and ZeRO-3 shard the flattened parameters at any element
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(JsonFields):
     """A device mesh: ranks in a grid.
 
     Attributes:
@@ -50,12 +50,9 @@ class Mesh:
             for dim, size in zip(self.dims, self.shape, strict=True)
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return fields_of(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Param:
+class Param(JsonFields):
     """A parameter of a module.
 
     Attributes:
@@ -88,12 +85,9 @@ class Param:
     tied: str | None = None
     note: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        return fields_of(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(JsonFields):
     """Parameters that are managed together: an FSDP unit, DDP, ZeRO, or a pipeline stage.
 
     Attributes:
@@ -126,9 +120,6 @@ class Unit:
     local_bytes: int = 0
     padding_bytes: int = 0
     state_bytes: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return fields_of(self)
 
 
 @dataclass(frozen=True, slots=True)
