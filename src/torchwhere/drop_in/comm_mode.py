@@ -191,10 +191,9 @@ class CommDebugMode:
     def _is_own(self) -> bool:
         """Whether the collectives of this thread count: it entered the mode, or belongs to the
         autograd engine, whose threads Python did not start."""
-        session = self._session
-        if get_ident() == self._thread or session is None:
+        if get_ident() == self._thread or self._session is None:
             return True
-        return session.recorder.locator.threads.here().name.startswith(NATIVE)
+        return self._session.recorder.locator.threads.here().name.startswith(NATIVE)
 
     def _count(self, packet: Any, module: int, beneficiary: int) -> None:
         self.comm_counts[packet] += 1
@@ -338,11 +337,13 @@ def _check_noise_level(noise_level: object) -> None:
 
 def _operation(op: Any, word: int, sharded: Sharded | None) -> dict[str, Any]:
     pass_ = pass_of(word)
+    if sharded is None:
+        sharded = Sharded([], [], None)
     return {
         "name": op,
-        "input_shape": [] if sharded is None else sharded.shapes,
-        "input_sharding": [] if sharded is None else sharded.placements,
-        "device_mesh": "" if sharded is None or sharded.mesh is None else str(sharded.mesh),
+        "input_shape": sharded.shapes,
+        "input_sharding": sharded.placements,
+        "device_mesh": "" if sharded.mesh is None else str(sharded.mesh),
         "is_bw": pass_ in _IN_BACKWARD,
         "is_activation_checkpointing": pass_ == Pass.RECOMPUTE,
     }

@@ -47,13 +47,16 @@ class CommModeModuleTracker(Listener):
     def begin(self, session: Session, ops: OpLog | None) -> None:
         """Forget the last block, and listen to module calls."""
         # cleared and not replaced: the user may hold these objects
-        self.module_helper_dict.clear()
-        self.module_parameters_dict.clear()
-        self.module_parents_dict.clear()
-        self.parent_dict.clear()
-        self.sharding_dict.clear()
-        self._fqns.clear()
-        self._entered.clear()
+        for table in (
+            self.module_helper_dict,
+            self.module_parameters_dict,
+            self.module_parents_dict,
+            self.parent_dict,
+            self.sharding_dict,
+            self._fqns,
+            self._entered,
+        ):
+            table.clear()
         self.module_helper_dict[GLOBAL] = {"depth": 0}
         self.module_parents_dict[GLOBAL] = set()
         self._session, self._ops = session, ops
@@ -144,21 +147,15 @@ class CommModeModuleTracker(Listener):
         """Return the name like `fqn`, and put the module into the tree: a backward runs nodes of
         modules that ran before the block."""
         fqn = self.fqn(name)
-        if fqn not in self.module_parents_dict:
-            above = fqn
-            while "." in above and above not in self.module_parents_dict:
-                above = above.rpartition(".")[0]
-            self._place(fqn, above)
+        self._place(fqn, self.nearest(name))
         return fqn
 
     def nearest(self, name: str) -> str:
         """Return the module itself if it ran, otherwise the closest module around it that ran."""
         fqn = self.fqn(name)
-        while fqn not in self.module_parents_dict:
-            if "." not in fqn:
-                return GLOBAL
+        while fqn and fqn not in self.module_parents_dict:
             fqn = fqn.rpartition(".")[0]
-        return fqn
+        return fqn or GLOBAL
 
     # -- further names of the original -------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,15 +53,13 @@ def compile_safe_hooks(
             if fqn and (module_filter is None or module_filter(fqn, module)):
                 inputs: list[Tensors] = [()]  # of the running call, for post_fw_hook
                 if pre_fw_hook is not None or post_bw_hook is not None or post_fw_hook is not None:
-                    leaf = _leaf(_entering(fqn, pre_fw_hook, inputs), _bound(post_bw_hook, fqn))
-                    stack.callback(
-                        module.register_forward_pre_hook(_before(leaf), with_kwargs=True).remove
-                    )
+                    leaf = _leaf(fqn, partial(_enter, fqn, pre_fw_hook, inputs), post_bw_hook)
+                    handle = module.register_forward_pre_hook(_before(leaf), with_kwargs=True)
+                    stack.callback(handle.remove)
                 if post_fw_hook is not None or pre_bw_hook is not None:
-                    leaf = _leaf(_leaving(fqn, post_fw_hook, inputs), _bound(pre_bw_hook, fqn))
-                    stack.callback(
-                        module.register_forward_hook(_after(leaf), with_kwargs=True).remove
-                    )
+                    leaf = _leaf(fqn, partial(_leave, fqn, post_fw_hook, inputs), pre_bw_hook)
+                    handle = module.register_forward_hook(_after(leaf))
+                    stack.callback(handle.remove)
         yield
 
 
@@ -74,33 +73,19 @@ def _check(model: object, functions: tuple[object, ...]) -> None:
             )
 
 
-def _entering(fqn: str, hook: Hook | None, inputs: list[Tensors]) -> Callable[[Tensors], None]:
-    def entering(tensors: Tensors) -> None:
-        inputs[0] = tensors
-        if hook is not None:
-            hook(fqn, tensors)
-
-    return entering
+def _enter(fqn: str, hook: Hook | None, inputs: list[Tensors], tensors: Tensors) -> None:
+    inputs[0] = tensors
+    if hook is not None:
+        hook(fqn, tensors)
 
 
-def _leaving(
-    fqn: str, hook: PostForward | None, inputs: list[Tensors]
-) -> Callable[[Tensors], None]:
-    def leaving(tensors: Tensors) -> None:
-        if hook is not None:
-            hook(fqn, inputs[0], tensors)
-        inputs[0] = ()
-
-    return leaving
+def _leave(fqn: str, hook: PostForward | None, inputs: list[Tensors], tensors: Tensors) -> None:
+    if hook is not None:
+        hook(fqn, inputs[0], tensors)
+    inputs[0] = ()
 
 
-def _bound(hook: Hook | None, fqn: str) -> Callable[[Tensors], object] | None:
-    return None if hook is None else lambda gradients: hook(fqn, gradients)
-
-
-def _leaf(
-    on_forward: Callable[[Tensors], None], on_backward: Callable[[Tensors], object] | None
-) -> _Leaf:
+def _leaf(fqn: str, on_forward: Callable[[Tensors], None], on_backward: Hook | None) -> _Leaf:
     """Return a function that returns its arguments, and calls one hook in forward and the other
     one in backward."""
 
@@ -113,7 +98,7 @@ def _leaf(
         @staticmethod
         def backward(_ctx: Any, *gradients: Any) -> Any:
             if on_backward is not None:
-                on_backward(gradients)
+                on_backward(fqn, gradients)
             return gradients
 
     def passing(*tensors: Any) -> Tensors:
@@ -142,7 +127,7 @@ def _before(leaf: _Leaf) -> Callable[..., Any]:
 
 
 def _after(leaf: _Leaf) -> Callable[..., Any]:
-    def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
         return _passed_through(leaf, output)
 
     return after

@@ -10,12 +10,11 @@ never mix; one file for each rank; every node of a graph is visited once; ranks 
 from __future__ import annotations
 
 import io
-import weakref
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchwhere.api import names as naming
 
@@ -51,28 +50,24 @@ class WeakIdNameMap:
     def __init__(self, table: NameTable | None = None, *, of_modules: bool = False) -> None:
         self._table = NameTable() if table is None else table
         self._of_modules = of_modules
-        self._given: dict[int, tuple[weakref.ref[Any], str]] = {}  # names that the user set, by id
+        self._given: Any = WeakIdKeyDictionary()  # names that the user set
 
     def __setitem__(self, thing: object, name: str) -> None:
-        self._given[id(thing)] = weakref.ref(thing, partial(self._discard, id(thing))), name
-
-    def _discard(self, key: int, dead: weakref.ref[Any]) -> None:
-        if key in self._given and self._given[key][0] is dead:
-            del self._given[key]
+        self._given[thing] = name
 
     def __getitem__(self, thing: object) -> str:
-        if id(thing) in self._given:
-            return self._given[id(thing)][1]
+        if thing in self._given:
+            return str(self._given[thing])
         names = self._found_names(thing)
         if not names:
             raise KeyError(thing)
         return names[0]
 
     def __contains__(self, thing: object) -> bool:
-        return id(thing) in self._given or bool(self._found_names(thing))
+        return thing in self._given or bool(self._found_names(thing))
 
     def __len__(self) -> int:
-        own = sum(1 for ref, _ in list(self._given.values()) if not self._found_names(ref()))
+        own = sum(not self._found_names(thing) for thing in self._given)
         return own + len(self._table.modules if self._of_modules else self._table.params)
 
     def _found_names(self, thing: object) -> list[str]:

@@ -103,7 +103,7 @@ class SimpleProfiler:
     def dump_and_reset(cls, msg: str) -> None:
         """Reset the results on every rank. Rank 0 logs them first if TORCH_DISTRIBUTED_DEBUG is
         INFO."""
-        if _rank() == 0 and dist.get_debug_level() == dist.DebugLevel.INFO:  # type: ignore[attr-defined]
+        if rank_and_world()[0] == 0 and dist.get_debug_level() == dist.DebugLevel.INFO:  # type: ignore[attr-defined]
             with _lock:
                 results = cls.results.copy()  # a handler may format the message after the reset
             logger.info("%s %s", msg, results)
@@ -114,13 +114,6 @@ def _name(profile_type: str) -> str:
     return (
         str(profile_type.value if isinstance(profile_type, Enum) else profile_type) or "<unnamed>"
     )
-
-
-def _rank() -> int:
-    try:
-        return dist.get_rank()
-    except (ValueError, RuntimeError):  # no process group: the original raises
-        return rank_and_world()[0]
 
 
 def _get_sharded_module_tree_with_module_name_to_fqns(

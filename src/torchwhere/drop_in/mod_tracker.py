@@ -10,12 +10,14 @@ in them. Each thread sees only the modules that it runs itself.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from torchwhere.api import watch
 from torchwhere.drop_in.compile_safe import compile_safe_hooks
@@ -50,7 +52,6 @@ class ModTracker(ModuleTracker, Listener):
 
     def __init__(self) -> None:
         super().__init__()
-        self._hooks: dict[str, Callable[..., Any]] = {}
         self._calls = _ThreadCalls()
         self._count = 0
         # by backward: calls whose post_bw_hook runs at its end, if it has not run before
@@ -159,7 +160,8 @@ class ModTracker(ModuleTracker, Listener):
         tensor, the hook of the outer one runs first."""
         self._count += 1
         tensors = needing_gradients((entry.args, entry.kwargs))
-        call = TrackedCall(entry.own, self._running(), self._count, tensors)
+        nodes = [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in tensors]
+        call = TrackedCall(weakref.ref(entry.own), self._running(), self._count, nodes)
         for index, tensor in enumerate(tensors):
             self._hook(tensor, partial(self._passed, call, index))
         return call
@@ -230,13 +232,9 @@ class ModTracker(ModuleTracker, Listener):
         finally:
             self._in_hook.names = before
 
-    def _user_hook(self, name: str) -> Callable[..., Any] | None:
-        return self._hooks.get(name)
-
     def _call_hook(self, name: str, *args: Any) -> None:
-        hook = self._hooks.get(name)
-        if hook is not None and self.is_active:
-            hook(*args)
+        if self.is_active and name in self._hooks:
+            self._hooks[name](*args)
 
 
 def _is_compiled() -> bool:

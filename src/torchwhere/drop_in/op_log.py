@@ -116,11 +116,10 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A higher-order operator is not an op of the program.
             if not isinstance(func, _OP) or self.is_paused or not self._lists:
                 return
-            if is_sharded:
-                self.ops.extend((func, self._packed_place(), _sharded(args)))
-            elif not self._has_no_data(args):
+            if is_sharded or not self._has_no_data(args):
+                sharded = _sharded(args) if is_sharded else None
                 # one call into C, so that threads do not interleave
-                self.ops.extend((func, self._packed_place(), None))
+                self.ops.extend((func, self._packed_place(), sharded))
         except Exception as error:
             self._errors(error)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from torchwhere.hooks import _torch
@@ -33,6 +33,7 @@ class TrackerHooks:
     """The names that a subclass is in (`_entered`), and the methods that change them."""
 
     def __init__(self) -> None:
+        self._hooks: dict[str, Callable[..., Any]] = {}  # the hooks of the user
         self._entered: Counter[str] = Counter()
         self._task = -1  # the backward that clears `_entered` when it ends
         self._fw_pre_handle: Any = None  # a subclass sets these two; `_remove_handles` removes them
@@ -41,8 +42,9 @@ class TrackerHooks:
     def _get_mod_name(self, mod: nn.Module) -> str:
         raise NotImplementedError
 
-    def _user_hook(self, name: str) -> Callable[..., Any] | None:
-        raise NotImplementedError
+    def _call_user_hook(self, name: str, *args: Any) -> None:
+        if name in self._hooks:
+            self._hooks[name](*args)
 
     def _get_append_fn(
         self, w_mod: Callable[[], nn.Module | None], name: str, is_bw: bool
@@ -53,9 +55,8 @@ class TrackerHooks:
             if is_bw:
                 self._clear_after_backward()
             self._entered[name] += 1
-            hook = self._user_hook("pre_bw_hook") if is_bw else None
-            if hook is not None:
-                hook(w_mod(), gradients)
+            if is_bw:
+                self._call_user_hook("pre_bw_hook", w_mod(), gradients)
 
         return append
 
@@ -64,9 +65,8 @@ class TrackerHooks:
         need not nest."""
 
         def pop(*gradients: Any) -> None:
-            hook = self._user_hook("post_bw_hook") if is_bw else None
-            if hook is not None:
-                hook(w_mod(), gradients)
+            if is_bw:
+                self._call_user_hook("post_bw_hook", w_mod(), gradients)
             self._entered[name] -= 1
             if self._entered[name] <= 0:
                 del self._entered[name]
@@ -76,9 +76,7 @@ class TrackerHooks:
     def _fw_post_hook(self, mod: nn.Module, args: Any, output: Any) -> None:
         """Leave a module in forward, and have its backward enter it again."""
         name, w_mod = self._get_mod_name(mod), weakref.ref(mod)
-        hook = self._user_hook("post_fw_hook")
-        if hook is not None:
-            hook(mod, args, output)
+        self._call_user_hook("post_fw_hook", mod, args, output)
         self._get_pop_fn(w_mod, name, False)()
         tensors = needing_gradients(output)
         if tensors and running_backward() == -1:
@@ -97,34 +95,19 @@ class TrackerHooks:
         self._fw_pre_handle = self._fw_post_handle = None
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class TrackedCall:
     """One call of a module, and how far the running backward is with it."""
 
-    __slots__ = (
-        "expected",
-        "gradients",
-        "has_outputs",
-        "is_open",
-        "module",
-        "names",
-        "nodes",
-        "number",
-        "task",
-    )
-
-    def __init__(
-        self, module: nn.Module, names: frozenset[str], number: int, inputs: list[torch.Tensor]
-    ) -> None:
-        self.module = weakref.ref(module)
-        self.names = names
-        self.number = number
-        # of the inputs that need a gradient
-        self.nodes = [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in inputs]
-        self.has_outputs = False
-        self.task: int | None = None  # the backward that reached it last
-        self.is_open = False  # its post_bw_hook has yet to run
-        self.gradients: list[torch.Tensor | None] = []
-        self.expected = 0  # number of gradients of inputs that have yet to arrive
+    module: weakref.ref[nn.Module]
+    names: frozenset[str]
+    number: int
+    nodes: list[Any]  # of the inputs that need a gradient
+    has_outputs: bool = False
+    task: int | None = None  # the backward that reached it last
+    is_open: bool = False  # its post_bw_hook has yet to run
+    gradients: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
+    expected: int = 0  # number of gradients of inputs that have yet to arrive
 
     def begin(self, task: int) -> None:
         """Note that the backward `task` has reached this call."""
