@@ -198,7 +198,11 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         run = torchwhere.read_run("run/")
         print(run)
     """
-    run = box_runs.read_run(box_runs.run_folder(folder))
+    return run_of(box_runs.read_run(box_runs.run_folder(folder)))
+
+
+def run_of(run: box_runs.BoxRun) -> Run:
+    """The same run, with a method for each command."""
     return Run(run.folder, run.boxes, run.earlier, run.unreadable, run.unranked)
 
 
