@@ -19,14 +19,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import BoxReader, read_or_empty
-from torchwhere.blackbox.run import RunSummary, box_files, choose, run_folder
-from torchwhere.blackbox.summary import BoxSummary, summarize
+from torchwhere.blackbox.run import RunSummary, box_files, choose, read_summaries, run_folder
+from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.atomic_file import destination, partial_path, write_errors
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text, known_kinds
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import plural
-from torchwhere.core.worker_pool import Progress
+from torchwhere.core.worker_pool import Progress, ProgressCounter
 
 if TYPE_CHECKING:
     from torchwhere.api.parquet import ParquetFolder
@@ -134,7 +134,8 @@ def export(
     with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _writer(target, wanted) as writer:
-            run = RunSummary(Path(folder), *choose(Path(folder), _summaries(files, on_progress)))
+            summaries = read_summaries(files, ProgressCounter(2 * len(files), on_progress))
+            run = RunSummary(Path(folder), *choose(Path(folder), summaries))
             chosen = [summary for _, summary in run.in_order(run.checked_ranks(ranks))]
             writer.expect([summary.rank for summary in chosen])
             events = sum(_written(writer, chosen, on_progress))
@@ -187,22 +188,14 @@ def _refuse(target: Path, *, force: bool) -> None:
 
 
 def _is_export(path: Path, *, is_folder: bool) -> bool:
-    if not is_folder or not path.is_dir():
-        return not is_folder and path.is_file()
-    return all(entry.name.startswith("rank=") and entry.is_dir() for entry in path.iterdir())
+    if not is_folder:
+        return path.is_file()
+    return path.is_dir() and all(
+        entry.name.startswith("rank=") and entry.is_dir() for entry in path.iterdir()
+    )
 
 
 # -- reading and writing ---------------------------------------------------------------------------
-
-
-def _summaries(files: list[Path], on_progress: Progress | None) -> list[BoxSummary]:
-    """Read all boxes one after the other, and keep only their summaries in memory."""
-    reader, summaries = BoxReader(), []
-    for done, path in enumerate(files, 1):
-        summaries.append(summarize(read_or_empty(reader.read, path)))
-        if on_progress is not None:
-            on_progress(done, 2 * len(files))
-    return summaries
 
 
 def _read_box(reader: BoxReader, summary: BoxSummary) -> Box:

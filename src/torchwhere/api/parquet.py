@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, Column, Texts, columns
 from torchwhere.blackbox.summary import BoxSummary
-from torchwhere.core.atomic_file import check_space, partial_path, replacing
+from torchwhere.core.atomic_file import check_folder, partial_path, replacing
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.rank_text import ranks_to_text
 from torchwhere.core.version import __version__
@@ -56,8 +55,7 @@ class ParquetFolder:
     def __enter__(self) -> ParquetFolder:
         self._part.mkdir(exist_ok=True)
         try:
-            with tempfile.TemporaryFile(dir=self._part) as file:
-                check_space(file)
+            check_folder(self._part)
         except OSError as error:
             self.__exit__(error)
             raise

@@ -20,9 +20,7 @@ class Issued:
     stream: StreamName
 
 
-def matched_call(
-    names: BoxNames, record: Record | None, counts: dict[int, int]
-) -> Issued | None:
+def matched_call(names: BoxNames, record: Record | None, counts: dict[int, int]) -> Issued | None:
     """The collective of a record, if the count of a stream of its group ends with it. `counts` has
     the stream words."""
     if record is None or record.kind != Kind.COLLECTIVE:

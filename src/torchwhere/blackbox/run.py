@@ -17,7 +17,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_names import is_set_aside
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box, read_or_empty
-from torchwhere.blackbox.summary import BoxOrSummary, started_ns, summarize
+from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, started_ns, summarize
 from torchwhere.core.errors import TorchwhereError, nothing_recorded
 from torchwhere.core.events import Event
 from torchwhere.core.rank_text import ranks_phrase, watched_phrase
@@ -155,16 +155,22 @@ def read_run(folder: str | Path, *, on_progress: Progress | None = None) -> BoxR
 
 
 def _read_large_run(folder: Path, files: list[Path], progress: ProgressCounter) -> BoxRun:
-    reader, summaries = BoxReader(), []
-    for path in files:
-        summaries.append(summarize(read_or_empty(reader.read, path)))
-        progress.add()
+    summaries = read_summaries(files, progress)
     chosen, earlier, unreadable, unranked = choose(folder, summaries)
     unreadable_boxes = [
         Box(summary.path, problems=list(summary.problems)) for summary in unreadable
     ]
     boxes = LazyBoxes(chosen, on_read=progress.add)
     return BoxRun(folder, boxes, earlier, unreadable_boxes, unranked)
+
+
+def read_summaries(files: list[Path], progress: ProgressCounter) -> list[BoxSummary]:
+    """Read all boxes one after the other, and keep only their summaries in memory."""
+    reader, summaries = BoxReader(), []
+    for path in files:
+        summaries.append(summarize(read_or_empty(reader.read, path)))
+        progress.add()
+    return summaries
 
 
 def read_again(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Box]:

@@ -68,9 +68,7 @@ def destination_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
         part = _temporary_path(folder / "files")
         try:
             part.mkdir()
-            with (part / "space").open("xb") as file:
-                check_space(file)
-            (part / "space").unlink()
+            check_folder(part)
             yield part
             for path in list(part.iterdir()):
                 path.replace(folder / path.name)
@@ -107,6 +105,14 @@ def check_space(file: IO[bytes]) -> None:
     """Reserve a little disk space and release it. Raises `OSError` on a full disk."""
     os.posix_fallocate(file.fileno(), 0, _SPACE_BYTES)
     os.ftruncate(file.fileno(), 0)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `OSError` if a folder is not writable, or on a full disk."""
+    import tempfile
+
+    with tempfile.TemporaryFile(dir=folder) as file:
+        check_space(file)
 
 
 @contextlib.contextmanager
