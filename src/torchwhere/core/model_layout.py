@@ -257,27 +257,16 @@ class Layout(Shown, Tabular):
                 yield name, unit
 
     def modules(self) -> Iterator[tuple[str, Node]]:
-        """Yield every module with its full name. Equal siblings appear one by one."""
-        pending = [("", _unfolded(self.roots))]
-        while pending:
-            parent, children = pending[-1]
-            name_and_node = next(children, None)
-            if name_and_node is None:
-                pending.pop()
-                continue
-            name, node = name_and_node
-            full_name = f"{parent}.{name}" if parent and name else parent or name
-            yield full_name, node
-            pending.append((full_name, _unfolded(node.children)))
+        """Return every module with its full name. Equal siblings appear one by one."""
+        return _modules(self.roots, parent="")
 
     def as_rows(self) -> list[dict[str, Any]]:
         """Return one row for each parameter, with its full name and its mesh."""
-        return [self._as_row(name, param) for name, param in self.params()]
-
-    def _as_row(self, name: str, param: Param) -> dict[str, Any]:
-        meshes = dict(enumerate(self.meshes))
-        mesh = meshes[param.mesh].label if param.mesh in meshes else None
-        return {"rank": self.rank} | param.to_dict() | {"name": name, "mesh": mesh}
+        labels: dict[int | None, str] = dict(enumerate(mesh.label for mesh in self.meshes))
+        return [
+            {"rank": self.rank} | param.to_dict() | {"name": name, "mesh": labels.get(param.mesh)}
+            for name, param in self.params()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as values for JSON; `from_dict` reads them."""
@@ -322,10 +311,12 @@ class Layout(Shown, Tabular):
         )
 
 
-def _unfolded(branches: Iterable[Branch]) -> Iterator[tuple[str, Node]]:
+def _modules(branches: Iterable[Branch], *, parent: str) -> Iterator[tuple[str, Node]]:
     for branch in branches:
         for name in branch.names():
-            yield name, branch.node
+            full_name = f"{parent}.{name}" if parent and name else parent or name
+            yield full_name, branch.node
+            yield from _modules(branch.node.children, parent=full_name)
 
 
 def _distinct_units(branches: Iterable[Branch]) -> Iterator[Unit]:
