@@ -81,10 +81,15 @@ class TorchFinder:
             variables = rank_variables()
             torch_is_loaded(has_own_rank=variables not in ("", self._of_parent))
         except Exception as error:
-            sys.stderr.write(
-                f"torchwhere: cannot watch this process ({type(error).__name__}: {error}); the job"
-                " continues without a watch\n"
-            )
+            report_failure(error)
+
+
+def report_failure(error: Exception) -> None:
+    """Say why this process is not watched."""
+    sys.stderr.write(
+        f"torchwhere: cannot watch this process ({type(error).__name__}: {error}); the job"
+        " continues without a watch\n"
+    )
 
 
 def install(out: str) -> None:

@@ -38,24 +38,19 @@ def phases(
     """
     if run is None:
         return _of_this_process()
-    box_run = _read(run)
-    return diagnosis.phases(box_run, ranks=box_run.checked_ranks(ranks))
+    if isinstance(run, (str, os.PathLike)):
+        run = read_run(os.fspath(run))
+    if not isinstance(run, BoxRun):
+        raise TypeError(
+            f"phases(run): expected a folder, a Run or nothing, got {type(run).__name__}"
+        )
+    return diagnosis.phases(run, ranks=run.checked_ranks(ranks))
 
 
 def _of_this_process() -> Phases:
     # Not imported here: before the first watch this module is not loaded, and torch may be missing.
     hook = sys.modules.get("torchwhere.hooks.phases")
     latest = hook.latest() if hook is not None else None
-    return (
-        diagnosis.table({latest.rank: latest.sums()})
-        if latest is not None
-        else Phases((), {}, (_NO_WATCH,))
-    )
-
-
-def _read(run: object) -> BoxRun:
-    if isinstance(run, BoxRun):
-        return run
-    if isinstance(run, (str, os.PathLike)):
-        return read_run(os.fspath(run))
-    raise TypeError(f"phases(run): expected a folder, a Run or nothing, got {type(run).__name__}")
+    if latest is None:
+        return Phases((), {}, (_NO_WATCH,))
+    return diagnosis.table({latest.rank: latest.sums()})

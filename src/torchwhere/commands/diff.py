@@ -60,7 +60,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     from torchwhere.diagnose.diff.comparison import diff, find_logs
     from torchwhere.render.diff import diff_lines
 
-    logs = find_logs(Path(arguments.folder), arguments.logs)
+    folder = Path(arguments.folder)
+    logs = find_logs(folder, arguments.logs)
+    has_only_logs = bool(logs) and folder.is_dir() and not any(folder.glob("*.box"))
     compare = partial(
         diff,
         logs=logs,
@@ -69,14 +71,8 @@ def _diff(arguments: argparse.Namespace) -> int:
         ignore=arguments.ignore,
     )
     try:
-        has_boxes = not _has_only_logs(arguments, logs)
-        result = read_and(arguments, compare) if has_boxes else compare(None)
+        result = compare(None) if has_only_logs else read_and(arguments, compare)
     except ValueError as error:
         raise TorchwhereError(str(error)) from None
     print_result(arguments, [result.to_dict()], partial(diff_lines, result))
     return 0 if result.is_equal else _DIFFERENT
-
-
-def _has_only_logs(arguments: argparse.Namespace, logs: object) -> bool:
-    folder = Path(arguments.folder)
-    return bool(logs) and folder.is_dir() and not any(folder.glob("*.box"))

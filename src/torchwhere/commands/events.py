@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchwhere.commands.arguments import (
     add_command,
@@ -20,9 +20,6 @@ from torchwhere.commands.arguments import (
     read_and,
 )
 
-if TYPE_CHECKING:
-    from torchwhere.blackbox.run import BoxRun
-
 
 def add(commands: Any) -> None:
     sub = add_command(commands, "events", "show the events of a run, rank by rank", _events)
@@ -36,6 +33,8 @@ def add(commands: Any) -> None:
 
 
 def _events(arguments: argparse.Namespace) -> int:
+    from torchwhere.blackbox.device import device_lanes
+    from torchwhere.blackbox.summary import started_ns
     from torchwhere.render.text import events_lines
 
     run = read_and(arguments, lambda run: run)
@@ -46,28 +45,11 @@ def _events(arguments: argparse.Namespace) -> int:
         print_message(f"{arguments.folder} has no such events")
         return 0
     events = itertools.chain([first], events)
+    first_start_ns = min(filter(None, map(started_ns, run.summaries.values())), default=0)
+    has_device = bool(device_lanes(run.boxes[first.place.rank]))
     print_result(
         arguments,
         (event.to_dict() for event in events),
-        partial(
-            events_lines,
-            events,
-            started_ns=_started_ns(run),
-            has_device=_has_device(run, first.place.rank),
-        ),
+        partial(events_lines, events, started_ns=first_start_ns, has_device=has_device),
     )
     return 0
-
-
-def _has_device(run: BoxRun, rank: int) -> bool:
-    """Whether a rank has used a device."""
-    from torchwhere.blackbox.device import device_lanes
-
-    return bool(device_lanes(run.boxes[rank]))
-
-
-def _started_ns(run: BoxRun) -> int:
-    """When the first rank started."""
-    from torchwhere.blackbox.summary import started_ns
-
-    return min(filter(None, map(started_ns, run.summaries.values())), default=0)

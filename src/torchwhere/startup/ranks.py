@@ -7,8 +7,6 @@ for the import of a watch. No error here reaches the job.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 from torchwhere.hooks.shown_frames import shown_as
 from torchwhere.processes.launcher import LAUNCHER_PROGRAMS, launch, program
+from torchwhere_startup import report_failure
 
 
 def torch_is_loaded(*, has_own_rank: bool) -> None:
@@ -35,11 +34,9 @@ def torch_is_loaded(*, has_own_rank: bool) -> None:
 
 
 class FirstGroup:
-    """Calls `on_group` before this process makes its first process group."""
+    """Begins the watch before this process makes its first process group."""
 
-    def __init__(self, on_group: Callable[[], None]) -> None:
-        self._on_group = on_group
-        self._wrapper: Any = None
+    _wrapper: Any = None
 
     def expect(self) -> None:
         """Wrap `init_process_group` until its first call."""
@@ -63,12 +60,9 @@ class FirstGroup:
         is_outermost = dist.init_process_group is wrapper
         _replace(wrapper, by=original)
         try:
-            self._on_group()
+            _become_rank()
         except Exception as error:
-            sys.stderr.write(
-                f"torchwhere: cannot watch this process ({type(error).__name__}: {error}); the job"
-                " continues without a watch\n"
-            )
+            report_failure(error)
         # A function that wraps the wrapper has called it, and must not be called again.
         return dist.init_process_group if is_outermost else original
 
@@ -86,4 +80,4 @@ def _become_rank() -> None:
     watch_this_rank()
 
 
-first_group = FirstGroup(_become_rank)
+first_group = FirstGroup()
