@@ -79,7 +79,7 @@ def test_sentences(runs: Path) -> None:
             ' "default", which the CPU issued 19 s ago.'
         ),
         (
-            "  waiting on the device: ranks 0-1, 3, in all_reduce of float32 [131584], #23 of group"
+            "  waiting on the device: ranks 0-1, 3, in all_reduce of float32 [131584], #22 of group"
             ' "default"'
         ),
         (

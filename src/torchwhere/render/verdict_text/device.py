@@ -62,7 +62,8 @@ def device_deadlock_text(cause: DeviceDeadlock, context: Context) -> list[str]:
 
 
 def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> str:
-    calls = {device.reached[0][:2]: device.reached[0] for device in waiting}
+    waits_in = [device.waits_in for device in waiting]
+    calls = {call[:2]: call for call in waits_in if call is not None}
     ranks = ranks_phrase([device.rank for device in waiting])
     if len(calls) == 1:
         return (

@@ -9,7 +9,7 @@ waits for no other rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class StalledDevice(NamedTuple):
     place: Place | None  # the last mark that the device has reached
     reached: tuple[CallRef, ...]  # the last collectives that it has reached
     next: CallRef | None  # the first collective that it has not reached, if any was issued
-    waits_in: CallRef | None  # the first of `reached` that another rank holds up
+    waits_in: CallRef | None  # the first collective that another rank holds up
     waits_for: tuple[int, ...]  # the ranks that hold it up
 
 
@@ -230,14 +230,14 @@ class DeviceStalls:
         calls = (_call(rank_calls, record) for record in state.reached)
         reached = tuple(call for call in calls if call is not None)
         holding_up = {call: tuple(self._holding_up(call)) for call in reached}
-        waits_in = next((call for call, ranks in holding_up.items() if ranks), None)
+        held_up = (self._first_open(call, ranks) for call, ranks in holding_up.items() if ranks)
         return StalledDevice(
             rank_calls.rank,
             lasted_s,
             state.place,
             reached,
             first,
-            waits_in,
+            next(held_up, None),
             tuple(sorted(set().union(*holding_up.values()))),
         )
 
@@ -271,6 +271,17 @@ class DeviceStalls:
             if not can_run or not has_reached(rank_calls, call.key, call.number):
                 yield rank
 
+    def _first_open(self, call: CallRef, ranks: Sequence[int]) -> CallRef:
+        """The first collective in the stream of a call that these ranks hold up.
+
+        An asynchronous collective does not block the stream that issues it, so the device may have
+        reached several. They complete in order.
+        """
+        by_rank = self.job_calls.by_rank
+        number = min(_first_unreached(by_rank[rank], call.key) for rank in ranks)
+        is_known = by_rank[call.rank].calls[call.key].at(number) is not None
+        return call._replace(number=number) if is_known and number < call.number else call
+
 
 def has_reached(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
     """Whether a rank has issued a collective, and its device has reached it, as far as known."""
@@ -281,6 +292,14 @@ def has_reached(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
         return True
     record = calls.record(number)
     return record not in state.unreached and record <= max(state.unreached)
+
+
+def _first_unreached(rank_calls: RankCalls, key: StreamKey) -> int:
+    """The number of the first call of a stream that a rank has not reached, as far as known."""
+    state = rank_calls.rank_summary.device
+    calls = map(rank_calls.call_of_record, () if state is None else state.unreached)
+    numbers = [call[1] for call in calls if call is not None and call[0] == key]
+    return min(numbers, default=rank_calls.counts.get(key, 0))
 
 
 def _usual_delay_s(rank_calls: RankCalls) -> float:
