@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.hooks.error_limiter import log
+from torchwhere.native.load import NativeExtension
 
 REACHED, DONE = range(2)  # `Point` in device_progress.h
 
@@ -46,6 +48,7 @@ class DeviceHook:
         self._box = box
         self._native = box.native
         self._has_context: Callable[[], bool] | None = None  # None: nothing to wait for
+        self._has_logged = False
         self.is_on = False
         # The functions of the extension, without a Python frame in between: this is a hot path.
         self.reach: Callable[[int, int, int, int, int, int, int, bool], None] = _no_mark
@@ -97,6 +100,16 @@ class DeviceHook:
         self.look_for_context()
         if self.is_on and self._native is not None and self._box.native_box is not None:
             self._native.device_step(self._box.native_box, place, record)
+            self._log_problem(self._native)
+
+    def _log_problem(self, native: NativeExtension) -> None:
+        """Log once why nothing is marked any more, if the device had an error."""
+        problem = native.device_status()["problem"] if not self._has_logged else ""
+        if problem:
+            self._has_logged = True
+            log.warning(
+                "torchwhere: an error of the device ended the record of its progress (%s)", problem
+            )
 
 
 def _no_mark(*_: int) -> None:

@@ -289,20 +289,25 @@ inline PyObject* device_step(PyObject*, PyObject* const* args, Py_ssize_t given)
 
 // device_status() -> {marked, harvested, skipped, captured, problem}
 inline PyObject* device_status(PyObject*, PyObject*) {
-  DeviceProgress& self = *device_progress;
-  std::lock_guard<std::mutex> guard(self.lock);
+  EventCounts counts;
+  std::string problem;
+  Py_BEGIN_ALLOW_THREADS;  // a thread that has the lock may wait for the device
+  std::lock_guard<std::mutex> guard(device_progress->lock);
+  counts = device_progress->counts;
+  problem = device_progress->problem;
+  Py_END_ALLOW_THREADS;
   return Py_BuildValue(
       "{sKsKsKsKss}",
       "marked",
-      self.counts.recorded,
+      counts.recorded,
       "harvested",
-      self.counts.completed,
+      counts.completed,
       "skipped",
-      self.counts.skipped,
+      counts.skipped,
       "captured",
-      self.counts.captured,
+      counts.captured,
       "problem",
-      self.problem.c_str());
+      problem.c_str());
 }
 
 }  // namespace torchwhere
