@@ -25,6 +25,7 @@ from synthetic_job import FAULTS, LAYERS, Act, Job, Play, group_of, step_of_stag
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.file_format import (
     FLAG_ASYNC,
+    FLAG_ON_DEVICE,
     EntryType,
     Geometry,
     pack_entry,
@@ -154,7 +155,8 @@ class RecordTemplate:
             for index, act in enumerate(act for act in acts if act.kind is not None):
                 assert act.kind is not None
                 module, line, what, beneficiary = names.row(act)
-                more = numbers[_counted_as(act.label)] if act.kind is Kind.COLLECTIVE else 0
+                is_call = act.kind is Kind.COLLECTIVE
+                more = numbers[_counted_as(act.label)] if is_call else 0
                 numbers[_counted_as(act.label)] += 1
                 rows.append(
                     (
@@ -162,7 +164,7 @@ class RecordTemplate:
                         0,
                         act.kind,
                         act.pass_,
-                        FLAG_ASYNC * act.is_async,
+                        FLAG_ASYNC * act.is_async | FLAG_ON_DEVICE * is_call,
                         0,
                         step,
                         module,

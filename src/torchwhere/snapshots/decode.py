@@ -253,6 +253,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
         moved_ns=moved_ns - ahead_ns if moved_ns else 0,
         unnamed=or_none(_ints, data.get("unnamed")),
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
+        uses_device=bool_(data.get("uses_device", False)),
         device=decode_device(data.get("device"), ahead_ns, cpu=place, place=_place),
         is_compiling=bool_(data["is_compiling"]),
         has_unknown_replays=bool_(data.get("has_unknown_replays", False)),

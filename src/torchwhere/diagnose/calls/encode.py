@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box, training_cursor
 from torchwhere.blackbox.device import DeviceState, device_state, device_times
+from torchwhere.blackbox.file_format import FLAG_ON_DEVICE
 from torchwhere.blackbox.ring import usual_step_ns
 from torchwhere.blackbox.string_table import Group, json_int, ranks_of
 from torchwhere.blackbox.summary import BoxSummary, summarize
@@ -32,6 +33,7 @@ from torchwhere.diagnose.calls.order import CallSorter, SortedCalls, narrow
 _SAME_MOMENT_NS = 1_000_000
 _LINES = 64  # the last records that are searched for a line
 _MOST_EVENTS = 4  # of one kind
+_LAST_RECORDS = 256  # in which collectives are looked for
 _MOST_DELAY_US = (1 << 32) - 2
 _MOST_GROUP_CREATIONS = 16
 
@@ -78,6 +80,7 @@ class RankSummary(NamedTuple):
     steps_per_s: float | None = None
     last_step: int | None = None
     steppers: tuple[str, ...] = ()  # the threads that count steps; usually one
+    uses_device: bool = False  # its last collectives ran on an accelerator
     device: DeviceState | None = None  # None: the progress of its device is not known
     pairs_at: int = 0  # index of its first pair
     records: int = 0  # all records ever written
@@ -251,9 +254,17 @@ def _state(box: Box) -> dict[str, Any]:
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
         "has_unknown_replays": bool(kinds[Kind.REPLAY]) and _has_unknown_replays(box),
         "last_line": _last_line(box),
+        "uses_device": _uses_device(box),
         "device": device_state(box) if box.has_device else None,
         **(_steps(box) if kinds[Kind.STEP_BEGIN] else {}),
     }
+
+
+def _uses_device(box: Box) -> bool:
+    """Whether one of the last collectives ran on an accelerator."""
+    last = box.records[-_LAST_RECORDS:]
+    on_device = last["flags"] & FLAG_ON_DEVICE != 0
+    return bool((on_device & (last["kind"] == int(Kind.COLLECTIVE))).any())
 
 
 def _last_of(box: Box, kind: Kind) -> tuple[Event, ...]:
