@@ -47,9 +47,8 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def stream_progress(box: Box) -> list[tuple[int, int]]:
     """How many collectives the device has reached and finished, of each stream with marks."""
-    source = device_source(box)
-    assert source is not None
-    words = [(slot[PROGRESS_REACHED], slot[PROGRESS_DONE]) for _, slot in read_progress(source)]
+    slots = [slot for _, slot in read_progress(device_source(box))]
+    words = [(slot[PROGRESS_REACHED], slot[PROGRESS_DONE]) for slot in slots]
     return [progress for progress in words if any(progress)]
 
 

@@ -56,7 +56,7 @@ SIGNATURE_KEYS = (  # of a COLLECTIVE entry
 )
 _MAX_RANKS_SHOWN = 64  # in every event of a group; `Box.groups` has the ranks of larger groups
 
-_NO_SECTIONS = Geometry(capacity=0, cursors=0, counters=0, text_bytes=0)
+NO_GEOMETRY = Geometry(capacity=0, cursors=0, counters=0, text_bytes=0)  # without a header
 
 
 @dataclass(slots=True)
@@ -317,13 +317,13 @@ class Box(Shown):
 
     def times_slots(self) -> npt.NDArray[np.uint64]:
         """The slots of the times of a device, which are rows of words."""
-        geometry = self.geometry or _NO_SECTIONS
+        geometry = self.geometry or NO_GEOMETRY
         start = geometry.times_at - geometry.lanes_at
         return _rows(self._device, start, geometry.table_at - geometry.lanes_at, TIMES_BYTES)
 
     def _cursor_words(self) -> npt.NDArray[np.uint64]:
         """The cursors, which are rows of words."""
-        geometry = self.geometry or _NO_SECTIONS
+        geometry = self.geometry or NO_GEOMETRY
         return _rows(self._head, geometry.cursors_at, geometry.counters_at, CURSOR_BYTES)
 
     def cursors(self) -> list[Cursor]:
@@ -360,7 +360,7 @@ class Box(Shown):
     def counter_words(self) -> list[list[int]]:
         """The used counters, four words each. `phase_sums.py` decodes the counters of phases."""
         if self._counter_words is None:
-            geometry = self.geometry or _NO_SECTIONS
+            geometry = self.geometry or NO_GEOMETRY
             words = _rows(self._head, geometry.counters_at, geometry.ring_at, COUNTER_BYTES)
             self._counter_words = words[words[:, 0] != 0].tolist()
         return self._counter_words

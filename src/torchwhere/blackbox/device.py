@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Box, training_cursor
+from torchwhere.blackbox.box import NO_GEOMETRY, Box, training_cursor
 from torchwhere.blackbox.device_place import (
-    NO_SECTIONS,
     DeviceLane,
     DeviceSource,
     read_device_place,
@@ -56,8 +55,7 @@ class DeviceState(NamedTuple):
 
 def device_lanes(box: Box) -> list[DeviceLane]:
     """The progress of each device stream that had marks."""
-    source = device_source(box)
-    return [] if source is None else read_lanes(source)[0]
+    return read_lanes(device_source(box))[0]
 
 
 def device_state(box: Box) -> DeviceState | None:
@@ -76,17 +74,12 @@ def device_place(box: Box) -> DevicePlace:
     """Where the device of a rank was, beside its CPU, when its box was read."""
     cursor = training_cursor(box, box.cursors())
     cpu = cursor.place if cursor is not None else unknown_place(box.rank)
-    source = device_source(box)
-    if source is None:
-        return DevicePlace(cpu, problem=NO_SECTIONS)
-    return read_device_place(source, cpu=cpu)
+    return read_device_place(device_source(box), cpu=cpu)
 
 
-def device_source(box: Box) -> DeviceSource | None:
-    """Access to the device sections of a box; None if its header is lost."""
-    geometry = box.geometry
-    if geometry is None:
-        return None
+def device_source(box: Box) -> DeviceSource:
+    """Access to the device sections of a box."""
+    geometry = box.geometry or NO_GEOMETRY
 
     def read(at: int, length: int) -> bytes:
         is_device = at >= geometry.lanes_at

@@ -85,15 +85,10 @@ class BoxReader:
     def read(self, path: Path) -> Box:
         """Like `read_box`, but leaves the texts in the file."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with path.open("rb", buffering=0) as file:
+                return self._read(file.fileno(), path)
         except OSError as error:
             raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
-        try:
-            return self._read(fd, path)
-        except OSError as error:
-            raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
-        finally:
-            os.close(fd)
 
     def _read(self, fd: int, path: Path) -> Box:
         header = os.pread(fd, HEADERS_BYTES, 0)
