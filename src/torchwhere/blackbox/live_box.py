@@ -9,21 +9,25 @@ content.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import (
+    CALL_MASK,
     COUNTER_BYTES,
     COUNTER_TIME,
     CURSOR_BYTES,
     CURSOR_HEARTBEAT,
+    CURSOR_LINE,
     CURSOR_PHASE,
     CURSOR_PLACE,
     CURSOR_RECORD,
     CURSOR_STEP,
     CURSOR_TIME,
+    MODULE_SHIFT,
     NO_STEP,
     RECORD_BYTES,
     STREAM_ID_SHIFT,
@@ -31,13 +35,13 @@ from torchwhere.blackbox.file_format import (
     Record,
     cursor_place,
     mask_heartbeat,
+    pass_of,
     slots,
     stream_word,
     unpack_record,
 )
 from torchwhere.blackbox.issued import Issued, matched_call, stream_name
 from torchwhere.blackbox.live_device import LiveDevice
-from torchwhere.blackbox.live_line import live_line
 from torchwhere.blackbox.live_names import BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
 from torchwhere.blackbox.reader import HEADERS_BYTES, NO_HEADER, parse_header, read_table
@@ -52,7 +56,7 @@ from torchwhere.blackbox.string_table import (
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import TEXT_FIELD, Kind
-from torchwhere.core.place import Place, line_fields, unknown_place
+from torchwhere.core.place import Pass, Place, line_fields, unknown_place
 
 _COUNTERS_AT_ONCE = 16  # counter slots in a read; more if all of them are used
 _KINDS = frozenset(Kind)
@@ -308,7 +312,7 @@ class LiveBox:
     def _find_place(self) -> Place:
         if not self._cursor:
             return unknown_place(self.rank)
-        line = live_line(self._cursor, self._last_record())
+        line = _live_line(self._cursor, self._last_record())
         return Place(
             rank=self.rank,
             step=None if self.step == NO_STEP else self.step,
@@ -364,3 +368,25 @@ class LiveBox:
     def device(self) -> DevicePlace | None:
         """Where its device is; None if no device has reached a mark."""
         return self._device.place(cpu=self.place())
+
+
+def _live_line(cursor: Sequence[int], record: Record | None) -> int:
+    """The table id of the line; 0 if it is not known.
+
+    In backward the cursor has the line. Otherwise the line of the last record counts, unless the
+    thread has entered another module since: then it belongs to an earlier place.
+
+    Args:
+        cursor: The words of the cursor.
+        record: The last record of the box.
+    """
+    place = cursor[CURSOR_PLACE]
+    if pass_of(place) == Pass.BACKWARD and cursor[CURSOR_LINE]:
+        return cursor[CURSOR_LINE]
+    if record is None:
+        return 0
+    module = place >> MODULE_SHIFT
+    is_there = (module, pass_of(place)) == (record.module, record.pass_)
+    is_same_call = not module or place & CALL_MASK == record.call
+    has_moved = cursor[CURSOR_TIME] > record.t_ns
+    return record.line if (is_there and is_same_call) or not (module and has_moved) else 0

@@ -7,6 +7,7 @@ almost the same table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.string_table import (
@@ -49,8 +50,8 @@ class NameReader:
     def __init__(self) -> None:
         self._tables = TableReader()
         self._places: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
-        self._groups: dict[str, Group | None] = {}
-        self._ops: dict[str, tuple[str, str]] = {}
+        self._group = cache(lambda text: group_of(json_value(text)))
+        self._op = cache(lambda text: op_of(json_value(text)))
 
     def read(self, data: bytes) -> BoxNames:
         entries = self._tables.read(data).names
@@ -68,15 +69,11 @@ class NameReader:
     def _add_others(self, names: BoxNames, entries: dict[int, Name]) -> None:
         for entry_id, (entry_type, text) in entries.items():
             if entry_type == EntryType.GROUP:
-                if text not in self._groups:
-                    self._groups[text] = group_of(json_value(text))
-                group = self._groups[text]
+                group = self._group(text)
                 if group is not None:
                     names.groups[entry_id] = group
             elif entry_type == EntryType.COLLECTIVE:
-                if text not in self._ops:
-                    self._ops[text] = op_of(json_value(text))
-                names.ops[entry_id] = self._ops[text]
+                names.ops[entry_id] = self._op(text)
             elif entry_type == EntryType.PHASE_PATH and text == "[]":
                 names.steps_id = entry_id
 
