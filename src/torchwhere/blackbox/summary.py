@@ -24,25 +24,28 @@ from torchwhere.blackbox.string_table import json_int
 
 # the cursors and counters are before the ring, at the same offsets in every box of this version
 _USUAL = Geometry(capacity=1)
-_META_KEYS = (
+JOB_KEYS = (  # of the meta that other hosts need too
     "rank",
     "rank_is_assumed",
     "world_size",
     "run_id",
     "store",
     "restart",
+    "started_ns",
+    "folder",
+    "counted",
+    "devices",
+)
+_META_KEYS = (
+    *JOB_KEYS,
     "host",
     "pid",
     "pid_started",
     "pid_namespace",
     "stack_signal",
-    "started_ns",
-    "folder",
     "oom_counter",
     "oom_kills",
     "flight_recorder",
-    "counted",
-    "devices",
 )
 
 

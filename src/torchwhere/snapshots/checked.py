@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchwhere.blackbox.device import DeviceState
 from torchwhere.core.device_place import CallState, DeviceCall, DevicePlace
 from torchwhere.core.place import Place, unknown_place
+from torchwhere.gpus.samples import Gpu, HostGpus
 
 MAX_NUMBER = 1 << 62
 MAX_RANKS = 1 << 20  # as many as a counter can distinguish
@@ -59,6 +61,12 @@ def list_(value: Any, *, most: int = MAX_RANKS) -> list[Any]:
     return list(value)
 
 
+def time_or_0(value: Any, ahead_ns: int) -> int:
+    """A time by the clock of the reader; 0 stays 0: unknown."""
+    t_ns = int_(value)
+    return t_ns - ahead_ns if t_ns else 0
+
+
 def dict_(value: Any) -> dict[str, Any]:
     need(isinstance(value, dict), "an object is missing")
     return dict(value)
@@ -74,17 +82,21 @@ def or_none(read: Callable[[Any], T], value: Any) -> T | None:
 _MOST_RECORDS = 512
 
 
+def as_json(value: Place | DeviceCall | None) -> dict[str, Any] | None:
+    return value.to_dict() if value is not None else None
+
+
 def encode_device(state: DeviceState | None) -> dict[str, Any] | None:
     if state is None:
         return None
     device = state.device_place
-    places = {"place": device.place, "next": device.next}
-    calls = {"collective": device.collective, "next_collective": device.next_collective}
     return {
         "looked_ns": device.looked_ns,
         "reached_ns": device.t_ns,
-        **{name: place.to_dict() if place is not None else None for name, place in places.items()},
-        **{name: call.to_dict() if call is not None else None for name, call in calls.items()},
+        "place": as_json(device.place),
+        "next": as_json(device.next),
+        "collective": as_json(device.collective),
+        "next_collective": as_json(device.next_collective),
         "collectives_behind": device.collectives_behind,
         "pending": device.pending,
         "reached": list(state.reached),
@@ -102,7 +114,6 @@ def decode_device(
     if value is None:
         return None
     data = dict_(value)
-    looked_ns, reached_ns = int_(data["looked_ns"]), int_(data["reached_ns"])
     device_place = DevicePlace(
         cpu if cpu is not None else unknown_place(),
         place=or_none(place, data["place"]),
@@ -111,8 +122,8 @@ def decode_device(
         next_collective=or_none(_call, data.get("next_collective")),
         collectives_behind=int_(data.get("collectives_behind", 0)),
         pending=int_(data["pending"]),
-        t_ns=reached_ns - ahead_ns if reached_ns else 0,
-        looked_ns=looked_ns - ahead_ns if looked_ns else 0,
+        t_ns=time_or_0(data["reached_ns"], ahead_ns),
+        looked_ns=time_or_0(data["looked_ns"], ahead_ns),
     )
     return DeviceState(
         device_place,
@@ -130,3 +141,35 @@ def _call(value: Any) -> DeviceCall:
         int_(data["number"]),
         CallState(data["state"]),
     )
+
+
+# -- the GPUs of a host ----------------------------------------------------------------------------
+
+_MOST_DEVICES = 16
+_MOST_TEXT = 256
+
+
+def decode_gpus(value: Any, ahead_ns: int) -> HostGpus | None:
+    """The GPUs of a host whose clock is ahead; None if its monitor did not sample them."""
+    if value is None:
+        return None
+    host = HostGpus.from_dict(dict_(value))
+    return replace(host, gpus=tuple(_shifted(gpu, ahead_ns) for gpu in host.gpus))
+
+
+def _shifted(gpu: Gpu, ahead_ns: int) -> Gpu:
+    return replace(
+        gpu,
+        samples=tuple(replace(sample, t_ns=sample.t_ns - ahead_ns) for sample in gpu.samples),
+        xids=tuple(replace(xid, t_ns=xid.t_ns - ahead_ns) for xid in gpu.xids),
+    )
+
+
+def decode_devices(value: Any) -> list[dict[str, Any]]:
+    """The devices that a box names, as far as they are used on another host."""
+    devices = map(dict_, list_(value, most=_MOST_DEVICES))
+    return [
+        {name: text_(device.get(name, ""), most=_MOST_TEXT) for name in ("type", "uuid", "pci")}
+        | {"index": int_(device.get("index", 0)), "hip": bool_(device.get("hip", False))}
+        for device in devices
+    ]

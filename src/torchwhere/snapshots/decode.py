@@ -34,6 +34,8 @@ from torchwhere.snapshots.checked import (
     InvalidError,
     bool_,
     decode_device,
+    decode_devices,
+    decode_gpus,
     dict_,
     float_,
     int_,
@@ -42,6 +44,7 @@ from torchwhere.snapshots.checked import (
     or_none,
     text_,
     text_or_none,
+    time_or_0,
 )
 from torchwhere.snapshots.encode import (
     ARRAYS,
@@ -52,7 +55,6 @@ from torchwhere.snapshots.encode import (
     VERSION,
     HostSnapshot,
 )
-from torchwhere.snapshots.gpu_state import decode_devices, decode_gpus
 
 _MAX_UNPACKED = 64 << 20
 _MAX_CREATED = 64  # ranks of a group that is being created
@@ -90,14 +92,14 @@ def decode_snapshot(data: bytes) -> HostSnapshot | InvalidSnapshot:
 
 def _snapshot(data: bytes) -> HostSnapshot:
     head, rest = _unpacked(data)
-    codes, steps, records, ticks, delays, pairs = _arrays(head["arrays"], rest)
+    arrays = _arrays(head["arrays"], rest)
     groups = _groups(head["groups"])
     host, ahead_ns = text_(head["host"], most=256), int_(head["ahead_ns"], low=-MAX_NUMBER)
     signatures = [_signature(value, len(groups)) for value in list_(head["signatures"])]
     call_sites = [_call_site(value) for value in list_(head["call_sites"])]
     summaries = [_rank_summary(value, host, ahead_ns) for value in list_(head["ranks"])]
     batch = CallBatch(
-        summaries, codes, steps, records, ticks, delays, pairs, groups, signatures, call_sites
+        summaries, **arrays, groups=groups, signatures=signatures, call_sites=call_sites
     )
     _check(batch)
     ranks = {summary.box_summary.rank for summary in summaries}
@@ -157,8 +159,8 @@ def _check_version(data: bytes) -> None:
     )
 
 
-def _arrays(shapes: Any, data: bytes) -> list[npt.NDArray[Any]]:
-    """The calls: five arrays of one length, then the pairs that their codes refer to."""
+def _arrays(shapes: Any, data: bytes) -> dict[str, npt.NDArray[Any]]:
+    """The calls: five arrays of one length, and the pairs that their codes refer to."""
     arrays, at = [], 0
     for name, (width, size) in zip(ARRAYS, list_(shapes), strict=True):
         dtype = np.dtype(_DTYPES[int_(width)])
@@ -170,7 +172,8 @@ def _arrays(shapes: Any, data: bytes) -> list[npt.NDArray[Any]]:
     *calls, pairs = arrays
     need(len({len(array) for array in calls}) == 1, "its arrays differ in length")
     need(pairs.dtype.itemsize == 4 and len(pairs) % 2 == 0, "its pairs are incomplete")
-    return [*calls, pairs.astype(np.int32).reshape(-1, 2)]
+    pairs = pairs.astype(np.int32).reshape(-1, 2)
+    return dict(zip(ARRAYS, [*calls, pairs], strict=True))
 
 
 # -- groups, signatures, call sites ----------------------------------------------------------------
@@ -241,7 +244,6 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
     since_ns, last, end = or_none(int_, data["in_collective_since_ns"]), data["last"], data["end"]
     creations = list_(data.get("group_creations", []), most=64)
     place = or_none(_place, data["place"])
-    moved_ns = int_(data.get("moved_ns", 0))
     return RankSummary(
         box_summary=_box_summary(dict_(data["box_summary"]), host, ahead_ns),
         parts=tuple(map(_stream_slice, list_(data["parts"]))),
@@ -250,7 +252,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
         exceptions=tuple(_event(event, ahead_ns) for event in list_(data["exceptions"], most=64)),
         place=place,
         in_collective_since_ns=since_ns - ahead_ns if since_ns is not None else None,
-        moved_ns=moved_ns - ahead_ns if moved_ns else 0,
+        moved_ns=time_or_0(data.get("moved_ns", 0), ahead_ns),
         unnamed=or_none(_ints, data.get("unnamed")),
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
         uses_device=bool_(data.get("uses_device", False)),

@@ -22,13 +22,13 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.string_table import Group
-from torchwhere.blackbox.summary import BoxSummary
+from torchwhere.blackbox.summary import JOB_KEYS, BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice
 from torchwhere.diagnose.calls.keys import CallSite
 from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.snapshots.checked import encode_device
+from torchwhere.snapshots.checked import as_json, encode_device
 
 VERSION = 2
 MAGIC = b"TWSNAP%02d" % VERSION
@@ -40,18 +40,6 @@ MOST_BYTES = 4 << 20  # of a snapshot
 _STREAM_CALLS = 8  # of each stream, even if they are old
 _MAX_TEXT = 2000  # of an exception
 _MAX_FIELDS = 8
-_META_KEYS = (
-    "rank",
-    "rank_is_assumed",
-    "world_size",
-    "run_id",
-    "store",
-    "restart",
-    "started_ns",
-    "folder",
-    "counted",
-    "devices",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +218,7 @@ def _rank_summary(summary: RankSummary) -> dict[str, Any]:
         "box_summary": _box_summary(summary.box_summary),
         "parts": [[*part.key, *part[1:]] for part in summary.parts],
         "last": [*last[0], last[1]] if last is not None else None,
-        "place": summary.place.to_dict() if summary.place is not None else None,
+        "place": as_json(summary.place),
         "group_creations": [
             [*creation[:4], creation.place.to_dict(), creation.is_made]
             for creation in summary.group_creations
@@ -248,7 +236,7 @@ def _box_summary(box: BoxSummary) -> dict[str, Any]:
         "run": list(box.run),
         "last_ns": box.last_ns,
         "lacks_counts": box.lacks_counts or not box.is_readable,
-        "meta": {name: box.meta[name] for name in _META_KEYS if name in box.meta},
+        "meta": {name: box.meta[name] for name in JOB_KEYS if name in box.meta},
         "counts": asdict(box.counts),
         "problems": [problem[:_MAX_TEXT] for problem in box.problems[:_MAX_FIELDS]],
     }

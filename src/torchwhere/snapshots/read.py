@@ -32,16 +32,21 @@ _FIRST_ENCODER = -3  # encoder number of the first snapshot; the others follow d
 def saved_statuses(folder: Path) -> dict[int, dict[str, Any]]:
     """The saved statuses of all hosts by rank."""
     saved: dict[int, dict[str, Any]] = {}
-    for source in _SOURCES:
-        for path in sorted(folder.glob(f"{source}-*.json")):
-            try:
-                ranks = json.loads(path.read_text())["ranks"].items()
-                statuses = {int(rank): value for rank, value in ranks if isinstance(value, dict)}
-            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-                continue
-            for rank, value in statuses.items():
-                saved[rank] = _with_exit(value, saved.get(rank, {}))
+    for path in _files(folder, ".json"):
+        try:
+            ranks = json.loads(path.read_text())["ranks"].items()
+            statuses = {int(rank): value for rank, value in ranks if isinstance(value, dict)}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            continue
+        for rank, value in statuses.items():
+            saved[rank] = _with_exit(value, saved.get(rank, {}))
     return saved
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    """The files of all sources in a folder; later ones override earlier ones."""
+    names = [f"{source}-*{suffix}" for source in _SOURCES]
+    return [path for name in names for path in sorted(folder.glob(name))]
 
 
 def _with_exit(value: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,12 +166,11 @@ def _snapshots(run: RunSummary[Any]) -> list[HostSnapshot]:
 
 
 def _decoded(folder: Path) -> Iterator[HostSnapshot]:
-    for source in _SOURCES:
-        for path in sorted(folder.glob(f"{source}-*{SNAPSHOT_SUFFIX}")):
-            try:
-                with path.open("rb") as file:
-                    snapshot = decode_snapshot(file.read(SEAL.size + MOST_BYTES + 1))
-            except OSError:
-                continue
-            if not isinstance(snapshot, InvalidSnapshot):
-                yield snapshot
+    for path in _files(folder, SNAPSHOT_SUFFIX):
+        try:
+            with path.open("rb") as file:
+                snapshot = decode_snapshot(file.read(SEAL.size + MOST_BYTES + 1))
+        except OSError:
+            continue
+        if not isinstance(snapshot, InvalidSnapshot):
+            yield snapshot
