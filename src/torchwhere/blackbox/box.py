@@ -38,7 +38,7 @@ from torchwhere.blackbox.file_format import (
 from torchwhere.blackbox.ring import RECORD_DTYPE, Counts, read_section
 from torchwhere.blackbox.string_table import json_int, json_object, json_value
 from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind
-from torchwhere.core.place import PASS_LABELS, Certainty, Place, line_fields
+from torchwhere.core.place import PASS_LABELS, Place, line_fields
 from torchwhere.core.results import Shown
 
 _KINDS = {int(k): k for k in Kind}
@@ -220,6 +220,9 @@ class Box(Shown):
     def _place(self, row: Any) -> Place:
         call, step, pass_ = int(row["call"]), int(row["step"]), int(row["pass"])
         module = self.name(int(row["module"]))
+        # a module whose name is not in the table is not the same as "outside any module"
+        has_lost_name = bool(row["module"]) and module is None
+        is_lost = has_lost_name or pass_ not in PASS_LABELS
         return Place(
             rank=self.rank,
             step=None if step == NO_STEP else step,
@@ -229,15 +232,9 @@ class Box(Shown):
             **line_fields(self.name(int(row["line"]))),
             graph=self.name(int(row["graph"])),
             thread=self.thread(int(row["thread"])),
-            certainty=self._certainty(row, module),
+            certainty=certainty_of(int(row["flags"]), is_lost=is_lost),
             param=self.name(int(row["param"])),
         )
-
-    def _certainty(self, row: Any, module: str | None) -> Certainty:
-        # a module whose name is not in the table is not the same as "outside any module"
-        has_lost_name = bool(row["module"]) and module is None
-        is_lost = has_lost_name or int(row["pass"]) not in PASS_LABELS
-        return certainty_of(int(row["flags"]), is_lost=is_lost)
 
     def thread(self, number: int) -> str | None:
         if self._threads is None:

@@ -128,8 +128,7 @@ def _reached(
         return None, None
     state = _call_state(source, lane)
     record = _record(source, lane.record) if state is not None else None
-    call = _call(source, record, state) if state is not None else None
-    return _place(source, lane.place, lane.step, record, rank), call
+    return _mark(source, lane.place, lane.step, record, state, rank)
 
 
 def _call_state(source: DeviceSource, lane: DeviceLane) -> CallState | None:
@@ -160,18 +159,29 @@ def _unreached(
     is_running = number is not None and number == lane.record
     state = CallState.RUNNING if is_running else CallState.ISSUED
     step = record.step if record is not None else NO_STEP
-    return _place(source, lane.next_place, step, record, rank), _call(source, record, state)
+    return _mark(source, lane.next_place, step, record, state, rank)
 
 
-def _place(
-    source: DeviceSource, packed_place: int, step: int, record: Record | None, rank: int
-) -> Place:
-    return Place(
+def _mark(
+    source: DeviceSource,
+    packed_place: int,
+    step: int,
+    record: Record | None,
+    state: CallState | None,
+    rank: int,
+) -> tuple[Place, DeviceCall | None]:
+    """The place of a mark, and the collective of its record, if it has one."""
+    place = Place(
         rank=rank,
         step=None if step == NO_STEP else step,
         **line_fields(source.name(record.line) if record is not None else None),
         **cursor_place(packed_place, name=source.name),
     )
+    if record is None or state is None:
+        return place, None
+    op, name = source.op(record.subject)
+    group = source.group(name)
+    return place, DeviceCall(op, name if group is None else group.title, record.extra, state)
 
 
 def _record(source: DeviceSource, number: int | None) -> Record | None:
@@ -184,14 +194,6 @@ def _record(source: DeviceSource, number: int | None) -> Record | None:
     if record is None or record.number != number or record.kind != Kind.COLLECTIVE:
         return None
     return record
-
-
-def _call(source: DeviceSource, record: Record | None, state: CallState) -> DeviceCall | None:
-    if record is None:
-        return None
-    op, name = source.op(record.subject)
-    group = source.group(name)
-    return DeviceCall(op, name if group is None else group.title, record.extra, state)
 
 
 class DeviceStream(NamedTuple):

@@ -61,6 +61,10 @@ def list_(value: Any, *, most: int = MAX_RANKS) -> list[Any]:
     return list(value)
 
 
+def ints_(value: Any, *, most: int = MAX_RANKS, high: int = MAX_NUMBER) -> tuple[int, ...]:
+    return tuple(int_(number, high=high) for number in list_(value, most=most))
+
+
 def time_or_0(value: Any, ahead_ns: int) -> int:
     """A time by the clock of the reader; 0 stays 0: unknown."""
     t_ns = int_(value)
@@ -127,8 +131,8 @@ def decode_device(
     )
     return DeviceState(
         device_place,
-        reached=tuple(map(int_, list_(data["reached"], most=_MOST_RECORDS))),
-        unreached=tuple(map(int_, list_(data["unreached"], most=_MOST_RECORDS))),
+        reached=ints_(data["reached"], most=_MOST_RECORDS),
+        unreached=ints_(data["unreached"], most=_MOST_RECORDS),
     )
 
 

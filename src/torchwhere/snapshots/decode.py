@@ -39,6 +39,7 @@ from torchwhere.snapshots.checked import (
     dict_,
     float_,
     int_,
+    ints_,
     list_,
     need,
     or_none,
@@ -172,8 +173,8 @@ def _arrays(shapes: Any, data: bytes) -> dict[str, npt.NDArray[Any]]:
     *calls, pairs = arrays
     need(len({len(array) for array in calls}) == 1, "its arrays differ in length")
     need(pairs.dtype.itemsize == 4 and len(pairs) % 2 == 0, "its pairs are incomplete")
-    pairs = pairs.astype(np.int32).reshape(-1, 2)
-    return dict(zip(ARRAYS, [*calls, pairs], strict=True))
+    rows_of_pairs: npt.NDArray[Any] = pairs.astype(np.int32).reshape(-1, 2)
+    return dict(zip(ARRAYS, [*calls, rows_of_pairs], strict=True))
 
 
 # -- groups, signatures, call sites ----------------------------------------------------------------
@@ -253,7 +254,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
         place=place,
         in_collective_since_ns=since_ns - ahead_ns if since_ns is not None else None,
         moved_ns=time_or_0(data.get("moved_ns", 0), ahead_ns),
-        unnamed=or_none(_ints, data.get("unnamed")),
+        unnamed=or_none(ints_, data.get("unnamed")),
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
         uses_device=bool_(data.get("uses_device", False)),
         device=decode_device(data.get("device"), ahead_ns, cpu=place, place=_place),
@@ -269,15 +270,9 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
     )
 
 
-def _ints(value: Any) -> tuple[int, ...]:
-    return tuple(map(int_, list_(value)))
-
-
 def _group_creation(value: Any, ahead_ns: int) -> GroupCreation:
     op, number, ranks, since_ns, place, is_made = list_(value)
-    members = None
-    if ranks is not None:
-        members = tuple(int_(rank, high=MAX_RANKS) for rank in list_(ranks, most=_MAX_CREATED))
+    members = None if ranks is None else ints_(ranks, most=_MAX_CREATED, high=MAX_RANKS)
     return GroupCreation(
         text_(op), int_(number), members, int_(since_ns) - ahead_ns, _place(place), bool_(is_made)
     )
