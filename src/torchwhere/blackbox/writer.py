@@ -109,9 +109,10 @@ class BoxWriter:
     def path(self) -> Path | None:
         return self._file.path
 
-    def write_meta(self) -> None:
-        """Write `self.meta` into both header copies. If it is too long, the table gets all of it
-        and the header the keys that fit."""
+    def write_meta(self, **fields: Any) -> None:
+        """Add fields to `self.meta`, and write it into both header copies. If it is too long, the
+        table gets all of it and the header the keys that fit."""
+        self.meta = self.meta | fields
         payload = json.dumps(self.meta, default=str)
         if len(payload) > META_BYTES:
             self.intern(EntryType.META, payload)

@@ -104,9 +104,9 @@ class WatchedGroups:
     def refresh(self) -> None:
         """Add every new group, used or not, and name mesh dimensions. Called at the start, between
         steps, and at the end."""
-        world = _torch.private("process_groups")
-        if world is not None and dist.is_initialized() and len(world.pg_map) != len(self._groups):
-            for pg in list(world.pg_map):
+        all_groups = _all_groups()
+        if dist.is_initialized() and len(all_groups) != len(self._groups):
+            for pg in list(all_groups):
                 if isinstance(pg, dist.ProcessGroup) and id(pg) not in self._groups:
                     self._add(pg)
         if self._has_new:
@@ -115,8 +115,7 @@ class WatchedGroups:
 
     def looked_at(self) -> tuple[Any, ...]:
         """Containers: while their sizes do not change, `refresh` has nothing to do."""
-        world = _torch.private("process_groups")
-        return (self._groups,) if world is None else (self._groups, world.pg_map)
+        return self._groups, _all_groups()
 
     def _name_dimensions(self) -> None:
         """Name the mesh dimensions of groups, from the meshes themselves: a dimension as wide as
@@ -157,8 +156,7 @@ class WatchedGroups:
         """Remember a group until the job destroys it. A strong reference would keep its threads and
         connections alive. A group that only C++ holds needs one: otherwise it would have a new
         Python object each time."""
-        world = _torch.private("process_groups")
-        is_held = world is not None and pg in world.pg_map
+        is_held = pg in _all_groups()
         self._groups[id(pg)] = group
         self._alive[id(pg)] = weakref.ref(pg, partial(self._forget, id(pg))) if is_held else pg
 
@@ -171,8 +169,12 @@ class WatchedGroups:
         count again."""
         counts = self._box.meta.get("counted", {})
         if len(counts) < _MOST_COUNTS:
-            self._box.meta = self._box.meta | {"counted": counts | {name: counted}}
-            self._box.write_meta()
+            self._box.write_meta(counted=counts | {name: counted})
+
+
+def _all_groups() -> dict[Any, Any]:
+    """Torch's table of all process groups; empty if this torch does not have it."""
+    return getattr(_torch.private("process_groups"), "pg_map", {})
 
 
 def _ranks(pg: Any) -> list[int]:
@@ -184,11 +186,10 @@ def _ranks(pg: Any) -> list[int]:
 
 def _backend(pg: Any) -> str:
     """`gloo` or `nccl`; if devices have different backends, all: `cpu:gloo,cuda:nccl`."""
-    world = _torch.private("process_groups")
-    entry = world.pg_map.get(pg) if world is not None else None
+    entry = _all_groups().get(pg)
     name = str(entry[0]) if entry else str(pg.name())
     if name == "undefined":  # created without a backend
-        per_device = str(world.pg_backend_config.get(pg, name))
+        per_device = str(_torch.private("process_groups").pg_backend_config.get(pg, name))
         names = {part.rpartition(":")[2] for part in per_device.split(",")}
         return names.pop() if len(names) == 1 else per_device
     return name

@@ -110,7 +110,7 @@ class Kernels:
     def _may_be_called(self) -> bool:
         """Whether another thread called the kernels when they were left, or may be about to call
         one now."""
-        stacks = _other_stacks()
+        stacks = _other_stacks().values()
         names = (
             str(frame.f_globals.get("__name__")) for stack in stacks for frame in outwards(stack)
         )
@@ -124,7 +124,9 @@ class Kernels:
         since, calls = self._silent
         time.sleep(max(0.0, since + _QUIET_S - time.monotonic()))
         is_inside = any(
-            frame.f_code in self._codes for stack in _other_stacks() for frame in outwards(stack)
+            frame.f_code in self._codes
+            for stack in _other_stacks().values()
+            for frame in outwards(stack)
         )
         return is_inside or self._calls() != calls
 
@@ -144,13 +146,14 @@ _left: dict[type[Kernels], Any] = {}
 
 def are_alive(threads: Collection[int]) -> bool:
     """Whether one of these threads, except the calling one, still runs Python code."""
-    own = get_ident()
-    return any(thread != own and thread in threads for thread in sys._current_frames())
+    return not _other_stacks().keys().isdisjoint(threads)
 
 
-def _other_stacks() -> list[FrameType]:
-    own = get_ident()
-    return [frame for thread, frame in sys._current_frames().items() if thread != own]
+def _other_stacks() -> dict[int, FrameType]:
+    """The innermost frames of the other threads, by their idents."""
+    stacks = sys._current_frames()
+    stacks.pop(get_ident(), None)
+    return stacks
 
 
 # -- the native kernel on all_reduce ---------------------------------------------------------------

@@ -122,9 +122,8 @@ class MemoryHook:
         """Describe a device in the box, once, so that a monitor can find it on its host."""
         if device not in self._described and len(self._described) < _MOST_DEVICES:
             self._described.add(device)
-            meta = self._box.meta
-            self._box.meta = meta | {"devices": [*meta.get("devices", []), _description(device)]}
-            self._box.write_meta()
+            devices = [*self._box.meta.get("devices", []), _description(device)]
+            self._box.write_meta(devices=devices)
 
     def _record(self, track: Track) -> None:
         if self._native is not None and self._box.native_box is not None:

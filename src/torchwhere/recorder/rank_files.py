@@ -113,8 +113,7 @@ class RankFiles:
             "store": identity.store(),
         }
         if not fields.items() <= meta.items():
-            self.box.meta = meta | fields
-            self.box.write_meta()
+            self.box.write_meta(**fields)
             self._on_rank(rank)
         return self._rename_to(rank)
 
@@ -147,8 +146,7 @@ class RankFiles:
         # Without a free file descriptor there are no stacks; everything else works.
         with contextlib.suppress(OSError):
             self._faults.install()
-        self.box.meta = self.box.meta | {"stack_signal": self._faults.signal}
-        self.box.write_meta()
+        self.box.write_meta(stack_signal=self._faults.signal)
 
 
 def _has_assumed_rank(path: Path) -> bool:
