@@ -118,7 +118,7 @@ def _cells(row: PhaseRow, label: Line, phases: Phases) -> list[Cell]:
         most = duration(row.by_rank[row.slowest].total_ns)
         cells += [duration(times.total_ns / len(row.by_rank)), least, most]
         cells.append(_slowest(row, are_equal=least == most))
-    return [*cells, *_each(times), *_shares(times, phases)]
+    return [*cells, *_each(times), _share(times.total_ns, phases), _share(times.self_ns, phases)]
 
 
 def _slowest(row: PhaseRow, *, are_equal: bool) -> str:
@@ -137,11 +137,8 @@ def _each(times: PhaseTimes) -> list[Cell]:
     return [duration(times.mean_ns), duration(times.max_ns)] if times.count else ["", ""]
 
 
-def _shares(times: PhaseTimes, phases: Phases) -> list[Cell]:
-    return [_percent(times.total_ns, phases.watched_ns), _percent(times.self_ns, phases.watched_ns)]
-
-
-def _percent(part_ns: float, whole_ns: float) -> str:
+def _share(part_ns: float, phases: Phases) -> str:
+    whole_ns = phases.watched_ns
     return f"{100 * part_ns / whole_ns:.1f} %" if whole_ns else "-"
 
 
@@ -149,7 +146,7 @@ def _rest(phases: Phases, columns: int) -> Iterator[list[Cell]]:
     """The time of the main thread outside all phases."""
     rest_ns = phases.watched_ns - sum(row.all.total_ns for row in phases.inside(None))
     if rest_ns > 0:
-        share = _percent(rest_ns, phases.watched_ns)
+        share = _share(rest_ns, phases)
         total = duration(rest_ns / len(phases.ranks))
         yield [[("in no phase", "dim")], "", total, *[""] * (columns - 5), share, share]
 

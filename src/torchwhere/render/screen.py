@@ -93,20 +93,20 @@ class Screen:
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Use the terminal as a full screen within this block."""
-        wake, self._wake = os.pipe()
-        self._woken = wake
-        for fd in (wake, self._wake):
+        self._woken, wake = os.pipe()
+        for fd in (self._woken, wake):
             os.set_blocking(fd, False)
-        before = {
-            number: signal.getsignal(number)
-            for number in (signal.SIGWINCH, signal.SIGTSTP, signal.SIGTERM, signal.SIGHUP)
+        handlers = {
+            signal.SIGWINCH: self._resize,
+            signal.SIGTSTP: self._suspend,
+            signal.SIGTERM: _end,
+            signal.SIGHUP: _end,
         }
-        old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        before = {number: signal.getsignal(number) for number in handlers}
+        old_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
-            signal.signal(signal.SIGWINCH, self._resize)
-            signal.signal(signal.SIGTSTP, self._suspend)
-            signal.signal(signal.SIGTERM, _end)
-            signal.signal(signal.SIGHUP, _end)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             self._saved = termios.tcgetattr(self._in)
             self._take()
             try:
@@ -114,11 +114,11 @@ class Screen:
             finally:
                 self._restore()
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, old_handler in before.items():
+                signal.signal(number, old_handler)
             signal.set_wakeup_fd(old_wake)
+            os.close(self._woken)
             os.close(wake)
-            os.close(self._wake)
 
     def _take(self) -> None:
         mode = termios.tcgetattr(self._in)
