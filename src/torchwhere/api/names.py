@@ -258,8 +258,8 @@ def row(facts: ParameterFacts) -> dict[str, str]:
     return {
         "name": facts.name,
         "type": facts.kind,
-        "shape": _shape(facts.shape),
-        "here": _shape(facts.local_shape) if facts.local_shape != facts.shape else "",
+        "shape": str(list(facts.shape)),
+        "here": str(list(facts.local_shape)) if facts.local_shape != facts.shape else "",
         "numel": f"{facts.numel:,}",
         "dtype": facts.dtype,
         "device": facts.device,
@@ -269,7 +269,3 @@ def row(facts: ParameterFacts) -> dict[str, str]:
         "holds": ", ".join(facts.holds),
         "also": ", ".join(facts.aliases),
     }
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"

@@ -8,7 +8,7 @@ of all of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit
@@ -135,17 +135,13 @@ def _param_row(
     return LayoutRow(
         label=param.name,
         how=", ".join(filter(None, parts)).replace(", (", " ("),
-        shape=count + _shape(param.shape),
-        here=count + _shape(param.local_shape) if param.local_shape != param.shape else "",
+        shape=f"{count}{list(param.shape)}",
+        here=f"{count}{list(param.local_shape)}" if param.local_shape != param.shape else "",
         dtype=plain(param.dtype),
         local_bytes=times * param.local_bytes if param.tied is None else None,
         bytes=times * param.bytes if param.tied is None else None,
         is_param=True,
     )
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _placed(param: Param, meshes: Sequence[Mesh]) -> str:

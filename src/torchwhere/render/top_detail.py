@@ -114,10 +114,9 @@ def _threads(box: Box | None) -> Iterator[Line]:
 
 
 def _stack(rank: int, verdict: dict[str, Any] | None) -> Iterator[Line]:
-    reports = verdict.get("ranks") if verdict is not None else None
-    report = reports.get(str(rank)) if isinstance(reports, dict) else None
-    stack = report.get("stack") if isinstance(report, dict) else None
-    if isinstance(stack, list) and stack:
+    reports = (verdict or {}).get("ranks") or {}
+    stack = reports.get(str(rank), {}).get("stack")
+    if stack:
         yield [("stack, innermost first, at the time of the verdict", "bold")]
         for frame in stack[:_FRAMES]:
             yield [(f"  {plain(frame).rpartition('/site-packages/')[2]}", "")]
