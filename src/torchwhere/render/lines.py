@@ -86,7 +86,7 @@ def _cut(parts: Line, width: int, *, keep_end: bool = False) -> Line:
     return cut_parts
 
 
-Table = tuple[list["Column"], Iterable[list[Cell]]]  # columns and rows
+Table = tuple[list[Column], Iterable[list[Cell]]]  # columns and rows
 
 # Headings with widths to shrink to, one after the other until the table fits; 0 leaves one out.
 Narrowing = Sequence[tuple[str, int]]

@@ -100,7 +100,7 @@ class TopApp:
         if rank is None:
             return [[(f"rank {number} is no longer in the run", "bold")]]
         if self._box[0] != number or (now > self._box[1] + _READ_S and not self._view.is_paused):
-            self._box = number, now, self._read(number)
+            self._box = number, now, _read(rank.live_box.path)
             self._gpus = gpus_of(rank.live_box.meta, read_gpus(self._poller.folder))
         lines = detail_lines(
             rank,
@@ -112,12 +112,12 @@ class TopApp:
         )
         return list(lines)
 
-    def _read(self, rank: int) -> Box | None:
-        path = self._poller.path_of(rank)
-        try:
-            return read_box(path) if path is not None else None
-        except TorchwhereError:
-            return None
+
+def _read(path: Path) -> Box | None:
+    try:
+        return read_box(path)
+    except TorchwhereError:
+        return None
 
 
 Update = tuple[RunNow, dict[str, Any] | None]

@@ -56,10 +56,6 @@ class RunPoller:
             self._choose()
         return self._now()
 
-    def path_of(self, rank: int) -> Path | None:
-        box = self._run.boxes.get(rank) if self._run is not None else None
-        return box.path if box is not None else None
-
     # -- boxes -------------------------------------------------------------------------------------
 
     def _list(self, now_s: float) -> bool:
