@@ -8,7 +8,6 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.core.units import duration
 from torchwhere.diagnose.phases import PhaseRow, Phases, PhaseTimes
-from torchwhere.render.device_time import device_time_lines
 from torchwhere.render.lines import (
     Cell,
     Column,
@@ -19,7 +18,7 @@ from torchwhere.render.lines import (
     table,
     twigs,
 )
-from torchwhere.render.step_parts import step_parts_lines
+from torchwhere.render.step_parts import device_time_lines, step_parts_lines
 
 _ONE = ("count", "total", "mean", "max", "share", "self")
 _MANY = ("count", "total", "least", "most", "slowest", "mean", "max", "share", "self")
