@@ -80,7 +80,7 @@ def _roots(tensors: Any) -> list[Any]:
     is_list = isinstance(tensors, (list, tuple)) and not isinstance(tensors, GradientEdge)
     origins = list(tensors) if is_list else [tensors]
     for origin in origins:
-        if not isinstance(origin, (torch.Tensor, GradientEdge, Node)):
+        if not isinstance(origin, _Origin):
             raise TypeError(
                 "backward_graph(tensor): expected a tensor, an autograd node or a list of them,"
                 f" got {type(origin).__name__}"
@@ -242,7 +242,7 @@ def forward_line(origin: _Origin | BaseException) -> ForwardLine | None:
     """
     if isinstance(origin, BaseException):
         return _line_of_error(origin)
-    if not isinstance(origin, (torch.Tensor, GradientEdge, Node)):
+    if not isinstance(origin, _Origin):
         raise TypeError(
             "forward_line(...): expected a tensor, an autograd node or an exception, got"
             f" {type(origin).__name__}"

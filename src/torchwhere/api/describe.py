@@ -121,9 +121,9 @@ def _module(module: nn.Module) -> str:
     label = f"{class_name(inner)}({arguments})" if arguments else class_name(inner)
     if inner is not module:
         label = f"{type(module).__name__} around {label}"
-    count = sum(1 for _ in inner.parameters())
-    numel = sum(_numel(param) for param in inner.parameters())
-    size = f", {plural(count, 'parameter')} of {numel:,} elements" if count else ""
+    params = list(inner.parameters())
+    numel = sum(map(_numel, params))
+    size = f", {plural(len(params), 'parameter')} of {numel:,} elements" if params else ""
     return f"{_named('module', names_of(module))}: {label}{size}"
 
 

@@ -140,18 +140,16 @@ class Node:
     local_bytes: int = field(init=False, default=0, compare=False)
 
     def __post_init__(self) -> None:
-        own = [param for param in self.params if param.tied is None]
-        totals = {
-            "modules": 1 + sum(branch.count * branch.node.modules for branch in self.children),
-            "count": len(own) + sum(branch.count * branch.node.count for branch in self.children),
-            "bytes": sum(p.bytes for p in own) + sum(b.count * b.node.bytes for b in self.children),
-            "local_bytes": (
-                sum(p.local_bytes for p in own)
-                + sum(b.count * b.node.local_bytes for b in self.children)
-            ),
+        params = [param for param in self.params if param.tied is None]
+        own = {
+            "modules": 1,
+            "count": len(params),
+            "bytes": sum(param.bytes for param in params),
+            "local_bytes": sum(param.local_bytes for param in params),
         }
-        for name, value in totals.items():
-            object.__setattr__(self, name, value)
+        for name, value in own.items():
+            below = sum(branch.count * getattr(branch.node, name) for branch in self.children)
+            object.__setattr__(self, name, value + below)
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {

@@ -18,6 +18,7 @@ import os
 import re
 from _thread import get_ident
 from collections import defaultdict
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -289,8 +290,7 @@ class CommDebugMode:
     ) -> None:
         """Write the table of `generate_comm_debug_tracing_table` to a file, without colours."""
         text = _ANSI.sub("", self.generate_comm_debug_tracing_table(noise_level))
-        with open(file_name, "w") as file:
-            file.write(text)
+        Path(file_name).write_text(text)
 
     def generate_json_dump(
         self, file_name: str | os.PathLike[str] = "comm_mode_log.json", noise_level: int = 3
@@ -306,8 +306,7 @@ class CommDebugMode:
 
     def log_module_tracing_table_to_file(self) -> None:
         """Write the table of `generate_module_tracing_table` to `output.txt`, without colours."""
-        with open("output.txt", "w") as file:
-            file.write(_ANSI.sub("", self.generate_module_tracing_table()))
+        Path("output.txt").write_text(_ANSI.sub("", self.generate_module_tracing_table()))
 
     def _results(self, noise_level: int) -> comm_tables.ModeResults:
         _check_noise_level(noise_level)

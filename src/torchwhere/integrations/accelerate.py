@@ -8,7 +8,7 @@ resumed run begins, and how long a checkpoint takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import accelerate
 from accelerate import Accelerator
@@ -61,9 +61,7 @@ def follow_accelerator(accelerator: Accelerator, *, first_step: int = 0) -> Iter
         mixed_precision=accelerator.mixed_precision,
         gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
     )
-    restores = [wrap_method(accelerator, method, name) for method, name in _PHASES.items()]
-    try:
+    with ExitStack() as stack:
+        for method, name in _PHASES.items():
+            stack.callback(wrap_method(accelerator, method, name))
         yield
-    finally:
-        for restore in restores:
-            restore()
