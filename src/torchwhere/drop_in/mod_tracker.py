@@ -50,6 +50,8 @@ class ModTracker(ModuleTracker, Listener):
         ...     model(x).sum().backward()
     """
 
+    # It does not listen to backward: those reports have no gradients, which the user's hooks need.
+
     def __init__(self) -> None:
         super().__init__()
         self._calls = _ThreadCalls()
