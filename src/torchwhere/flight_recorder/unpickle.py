@@ -38,7 +38,7 @@ _EXECUTES = {
     ord("P"): "asks for an object from outside",
     ord("Q"): "asks for an object from outside",
 }
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
@@ -189,13 +189,6 @@ class _PickleMachine:
         except UnicodeDecodeError:
             raise self.refuse("a text that is not UTF-8") from None
 
-    def short(self) -> None:
-        at = self.at
-        if at + 2 > len(self.data):
-            raise _EndOfDataError
-        self.stack.append(self.data[at] | self.data[at + 1] << 8)
-        self.at = at + 2
-
     def long(self) -> None:
         length = self.take(1)[0]
         if length > _LONG_BYTES:
@@ -285,27 +278,15 @@ class _PickleMachine:
             del self.ready[index]
 
     def get(self, index: int) -> None:
-        if index not in self.memo:
-            raise self.refuse(f"it reads memo {index}, which it has not written")
-        value = self.memo[index]
-        if type(value) is dict or type(value) is list:
-            weight = self.weigh(value)[0]
-            self.ready[index] = value, weight
-            self.add(weight)
+        if index not in self.ready:
+            if index not in self.memo:
+                raise self.refuse(f"it reads memo {index}, which it has not written")
+            value = self.memo[index]
+            is_container = type(value) is dict or type(value) is list
+            self.ready[index] = value, self.weigh(value)[0] if is_container else 0
+        value, weight = self.ready[index]
         self.stack.append(value)
-
-    def get_far(self) -> None:
-        data, at = self.data, self.at
-        if at + 4 > len(data):
-            raise _EndOfDataError
-        index = data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24
-        self.at = at + 4
-        entry = self.ready.get(index)
-        if entry is None:
-            self.get(index)
-        else:
-            self.stack.append(entry[0])
-            self.add(entry[1])
+        self.add(weight)
 
     def add(self, weight: int) -> None:
         self.shared += weight
@@ -369,7 +350,7 @@ _KNOWN: dict[int, Callable[[_PickleMachine], None]] = {
     0x8C: lambda m: m.text(m.take(1)[0]),
     0x8D: lambda m: m.text(m.number(_U64)),
     ord("K"): lambda m: m.push(m.take(1)[0]),
-    ord("M"): _PickleMachine.short,
+    ord("M"): lambda m: m.push(m.number(_U16)),
     ord("J"): lambda m: m.push(m.number(_I32)),
     0x8A: _PickleMachine.long,
     ord("G"): lambda m: m.push(m.number(_F64)),
@@ -377,6 +358,6 @@ _KNOWN: dict[int, Callable[[_PickleMachine], None]] = {
     ord("r"): lambda m: m.put(m.number(_U32)),
     0x94: lambda m: m.put(len(m.memo)),
     ord("h"): lambda m: m.get(m.take(1)[0]),
-    ord("j"): _PickleMachine.get_far,
+    ord("j"): lambda m: m.get(m.number(_U32)),
 }
 _TABLE = [_KNOWN.get(code) or _refuser(code) for code in range(256)]
