@@ -159,10 +159,9 @@ class HostView:
 
         The signal that ended a rank shows whether the launcher sent it.
         """
-        for rank, status in self.statuses.items():
-            pid = self.summaries[rank].meta.get("pid")
-            if isinstance(pid, int) and pid in exit_codes:
-                self.statuses[rank] = replace(status, exit_code=exit_codes[pid])
+        for rank, pid in self._pids().items():
+            if pid in exit_codes:
+                self.statuses[rank] = replace(self.statuses[rank], exit_code=exit_codes[pid])
 
     def look_for_stacks(self, ranks: Iterable[int]) -> None:
         """Look at the processes of this host and ask these ranks for their stacks."""
@@ -170,11 +169,10 @@ class HostView:
 
     def alive_pids(self) -> dict[int, int]:
         """Process ids of the ranks that are alive."""
-        pids = {
-            rank: self.summaries[rank].meta.get("pid")
-            for rank, status in self.statuses.items()
-            if status.alive and rank in self.summaries
-        }
+        return {rank: pid for rank, pid in self._pids().items() if self.statuses[rank].alive}
+
+    def _pids(self) -> dict[int, int]:
+        pids = {rank: self.summaries[rank].meta.get("pid") for rank in self.statuses}
         return {rank: pid for rank, pid in pids.items() if isinstance(pid, int)}
 
     def saved_statuses(self) -> dict[int, dict[str, Any]]:

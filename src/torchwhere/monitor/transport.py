@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -71,31 +71,24 @@ def _store(address: str, port: int, *, is_server: bool = False) -> Any:
     )
 
 
-class _StoreThread:
+class _StoreThread(threading.Thread):
     """A thread that calls `work` until it returns False. After a failure it tries again."""
 
     def __init__(self, name: str, work: Callable[[], bool]) -> None:
+        super().__init__(name=f"torchwhere-{name}", daemon=True)
         self._work = work
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"torchwhere-{name}", daemon=True)
+        self._over = threading.Event()
         self.problem: str | None = None
 
-    def start(self) -> None:
-        self._thread.start()
-
     def stop(self) -> None:
-        self._stop.set()
+        self._over.set()
 
     @property
     def is_stopping(self) -> bool:
-        return self._stop.is_set()
+        return self._over.is_set()
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
+    def run(self) -> None:
+        while not self._over.is_set():
             try:
                 has_more = self._work()
                 self.problem = None
@@ -103,7 +96,7 @@ class _StoreThread:
                     return
             except _FAILURES as error:
                 self.problem = (str(error).splitlines() or [type(error).__name__])[0]
-                self._stop.wait(_RETRY_S)
+                self._over.wait(_RETRY_S)
 
 
 def _stop(threads: list[_StoreThread]) -> bool:
@@ -111,9 +104,9 @@ def _stop(threads: list[_StoreThread]) -> bool:
     for thread in threads:
         thread.stop()
     deadline = time.monotonic() + _CLOSE_S
-    while any(thread.is_running for thread in threads) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(thread.is_running for thread in threads)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 # -- the lead --------------------------------------------------------------------------------------
@@ -181,8 +174,8 @@ class LeadServer:
     def _write_state(self, state: LeadState) -> None:
         self._published += 1
         self._published_at = time.monotonic()
-        values = asdict(state) | {"number": self._published, "t_ns": time.time_ns()}
-        self._store.set(f"state/{self._published}", json.dumps(values))
+        current = replace(state, number=self._published, t_ns=time.time_ns())
+        self._store.set(f"state/{self._published}", current.to_json())
         self._store.set("newest", str(self._published))
         if self._published > _STATES_KEPT:
             self._store.delete_key(f"state/{self._published - _STATES_KEPT}")
