@@ -290,7 +290,7 @@ class _HangSearch:
         more messages of this size, this send would be complete if the device had reached it.
         """
         source = meeting[1]
-        if source not in self.graph.places or not self.progress.ranks[source].counts_messages:
+        if source not in self.graph.places or not self.progress.count_messages((source,)):
             return None
         own = self._count(source, meeting)
         unreceived = self._unreceived(meeting)
@@ -307,9 +307,8 @@ class _HangSearch:
     def _unreceived(self, stream: MessageStream) -> int | None:
         """How many completed sends of a stream have not been received; None if unknown."""
         _, source, destination = stream
-        for rank in (source, destination):
-            if rank not in self.progress.ranks or not self.progress.ranks[rank].counts_messages:
-                return None
+        if not self.progress.count_messages((source, destination)):
+            return None
         return self._count(source, stream).completed - self._count(destination, stream).completed
 
     def _count(self, rank: int, stream: MessageStream) -> MessageCount:
@@ -358,17 +357,14 @@ class _HangSearch:
             tuple(sorted(set(self.graph.places).difference(ranks))),
             all(self.graph.ranks[rank].has_timing for rank in ranks),
         )
-        is_open = bool(absent or unknown)
+        kind = VerdictKind.TOGETHER
+        certainty = Certainty.EXACT if cause.has_timing and not went_on else Certainty.INFERRED
+        if absent or unknown:
+            kind, certainty = VerdictKind.MISSING, Certainty.UNKNOWN
         return Finding(
-            VerdictKind.MISSING if is_open else VerdictKind.TOGETHER,
+            kind,
             cause,
             call=referred.reference,
-            certainty=_certainty(cause),
+            certainty=certainty,
             blocked=frozenset(self.graph.places),
         )
-
-
-def _certainty(cause: IncompleteCall) -> Certainty:
-    if cause.absent or cause.unknown:
-        return Certainty.UNKNOWN
-    return Certainty.EXACT if cause.has_timing and not cause.went_on else Certainty.INFERRED

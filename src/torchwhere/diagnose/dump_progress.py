@@ -148,6 +148,10 @@ class JobProgress:
     ) -> bool | None:
         if stream in progress.first_pending:
             return True
-        if not all(rank in self.ranks and self.ranks[rank].counts_messages for rank in ends):
+        if not self.count_messages(ends):
             return None
         return progress.messages.get(stream, MessageCount()).issued > number
+
+    def count_messages(self, ranks: tuple[int, ...]) -> bool:
+        """Whether all these ranks have a dump that lists their messages from the first one on."""
+        return all(rank in self.ranks and self.ranks[rank].counts_messages for rank in ranks)
