@@ -78,6 +78,12 @@ class DumpEntry:
     place: dict[str, Any] | None  # torchwhere's own data, if it wrote the dump
 
     @property
+    def signature(self) -> tuple[Any, ...]:
+        """What ranks must agree on."""
+        call = self.backend, self.recorded_op, self.group
+        return *call, self.dtype, self.inputs, self.outputs
+
+    @property
     def is_end_of_batch(self) -> bool:
         """Whether it only closes a batch of entries."""
         return self.recorded_op in _ENDS_OF_BATCHES

@@ -145,11 +145,11 @@ class _Converter:
         if is_number(overwritten) and overwritten:
             self.box.counts.overwritten, self.box.has_lost = overwritten, True
         self._ids: dict[tuple[EntryType, str], int] = {}
-        self._call_ids: dict[tuple[Any, ...], int] = {}
+        self._call_ids: dict[Any, int] = {}  # of signatures
         # checked data that own entries share, by id; None if malformed
         self._shared: dict[int, dict[str, Any] | None] = {}
         self._messages: Counter[tuple[str, int, int]] = Counter()
-        self._groups_with_messages: set[str] = set()
+        self._first_messages: dict[str, int] = {}  # their numbers, by group
         # the states of batches, by group, kind and number
         self._batches = {
             (entry.group, entry.is_p2p, entry.seq): entry.state
@@ -163,7 +163,10 @@ class _Converter:
 
     # -- names -------------------------------------------------------------------------------------
 
-    def _id(self, entry_type: EntryType, text: str) -> int:
+    def _id(self, entry_type: EntryType, text: str | None) -> int:
+        """The id of a text; 0 for None."""
+        if text is None:
+            return 0
         entry_id = self._ids.get((entry_type, text))
         if entry_id is None:
             entry_id = self._ids[entry_type, text] = self.box.intern(entry_type, text)
@@ -199,8 +202,7 @@ class _Converter:
         if own is not None:
             self._set_place(record, own)
         else:
-            line = call[0].line
-            record["line"] = self._id(EntryType.LINE, line) if line else 0
+            record["line"] = self._id(EntryType.LINE, call[0].line)
             record["step"], record["call"] = NO_STEP, NO_CALL
             record["flags"] = FLAG_UNKNOWN | (FLAG_ASYNC if entry.backend != "gloo" else 0)
         self.box.descs.setdefault(group, entry.desc)
@@ -229,73 +231,42 @@ class _Converter:
         return shared | varying | {"id": id(same)}
 
     def _set_place(self, record: Any, own: dict[str, Any]) -> None:
-        module, line, beneficiary = own["module"], own["line"], own["for"]
+        line, beneficiary = own["line"], own["for"]
         record["step"] = NO_STEP if own["step"] is None else own["step"]
         record["call"] = NO_CALL if own["call"] is None else own["call"]
         record["pass"] = int(PASSES[own["pass"]])
-        record["module"] = self._id(EntryType.MODULE, module) if module is not None else 0
-        stored = stored_line(line, own.get("framework_line")) if line else ""
-        record["line"] = self._id(EntryType.LINE, stored) if stored else 0
-        record["beneficiary"] = (
-            self._id(EntryType.BENEFICIARY, json.dumps(beneficiary))
-            if beneficiary is not None
-            else 0
-        )
+        record["module"] = self._id(EntryType.MODULE, own["module"])
+        stored = stored_line(line, own.get("framework_line")) if line else None
+        record["line"] = self._id(EntryType.LINE, stored or None)
+        text = json.dumps(beneficiary) if beneficiary is not None else None
+        record["beneficiary"] = self._id(EntryType.BENEFICIARY, text)
         record["flags"] = FLAG_ASYNC if own["async"] else 0
 
     def _call_id(self, call: list[DumpEntry], own: dict[str, Any] | None) -> tuple[int, str, int]:
         """The id of a call's signature, its group, and its number in its stream. A known signature
         is not built again."""
         entry = call[-1]
-        key: tuple[Any, ...] | None = None
-        if own is not None and "id" in own:
-            key = "own", own["id"]
-            if key in self._call_ids:
-                number = own["number"] if entry.is_p2p else entry.seq
-                return self._call_ids[key], own["group"], number
-        elif own is None and len(call) == 1 and not entry.is_p2p:
-            shapes = entry.inputs, entry.outputs
-            key = entry.backend, entry.recorded_op, entry.group, entry.dtype, *shapes
-            if key in self._call_ids:
-                return self._call_ids[key], entry.group, entry.seq
-        signature, number = self._signature(call, own)
-        call_id = self._id(EntryType.COLLECTIVE, json.dumps(signature))
-        if key is not None:
-            self._call_ids[key] = call_id
-        return call_id, str(signature["group"]), number
-
-    def _signature(
-        self, call: list[DumpEntry], own: dict[str, Any] | None
-    ) -> tuple[dict[str, Any], int]:
-        """The signature of a call, as in boxes, and its number in its stream."""
-        entry = call[-1]
         if own is not None:
-            signature = {name: own[name] for name in SIGNATURE_KEYS}
-            return signature, own["number"] if entry.is_p2p else entry.seq
-        inner = [part for part in call if not part.is_end_of_batch] or call
-        inputs = tuple(shape for part in inner for shape in part.inputs)
-        outputs = tuple(shape for part in inner for shape in part.outputs)
-        peer, number = self._peer(entry) if entry.is_p2p else (None, entry.seq)
-        signature = {
-            "op": _op(call, inner),
-            "raw_op": f"{entry.backend}:{entry.recorded_op}",
-            "group": entry.group,
-            "dtype": inner[0].dtype,
-            "shapes": list(inputs or outputs),
-            "out_shapes": list(outputs) if inputs and outputs != inputs else [],
-            "bytes": _bytes(inner[0].dtype, inputs, outputs),
-            "peer": peer,
-            "reduce_op": None,
-            "api": None,
-        }
-        return signature, number
+            peer, number = None, own["number"] if entry.is_p2p else entry.seq
+            group, key = own["group"], own.get("id")
+        else:
+            peer, number = self._peer(entry) if entry.is_p2p else (None, entry.seq)
+            group, key = entry.group, (peer, *(part.signature for part in call))
+        call_id = self._call_ids.get(key)
+        if call_id is None:
+            if own is not None:
+                signature = {name: own[name] for name in SIGNATURE_KEYS}
+            else:
+                signature = _signature(call, peer)
+            call_id = self._id(EntryType.COLLECTIVE, json.dumps(signature))
+            if key is not None:
+                self._call_ids[key] = call_id
+        return call_id, group, number
 
     def _peer(self, entry: DumpEntry) -> tuple[int | None, int]:
         """The rank at the other end of a message, and its number among those in this direction."""
-        if entry.group not in self._groups_with_messages:
-            self._groups_with_messages.add(entry.group)
-            if entry.seq > 1:
-                self.box.lost_messages.add(entry.group)
+        if self._first_messages.setdefault(entry.group, entry.seq) > 1:
+            self.box.lost_messages.add(entry.group)
         ends = self._ends(entry)
         if ends is None:
             return None, 0
@@ -384,6 +355,26 @@ def _calls(entries: list[DumpEntry]) -> list[list[DumpEntry]]:
             last[entry.group] = [entry]
             calls.append(last[entry.group])
     return calls
+
+
+def _signature(call: list[DumpEntry], peer: int | None) -> dict[str, Any]:
+    """The signature of a call, as in boxes."""
+    entry = call[-1]
+    inner = [part for part in call if not part.is_end_of_batch] or call
+    inputs = tuple(shape for part in inner for shape in part.inputs)
+    outputs = tuple(shape for part in inner for shape in part.outputs)
+    return {
+        "op": _op(call, inner),
+        "raw_op": f"{entry.backend}:{entry.recorded_op}",
+        "group": entry.group,
+        "dtype": inner[0].dtype,
+        "shapes": list(inputs or outputs),
+        "out_shapes": list(outputs) if inputs and outputs != inputs else [],
+        "bytes": _bytes(inner[0].dtype, inputs, outputs),
+        "peer": peer,
+        "reduce_op": None,
+        "api": None,
+    }
 
 
 def _op(call: list[DumpEntry], inner: list[DumpEntry]) -> str:
