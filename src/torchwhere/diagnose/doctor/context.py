@@ -39,16 +39,19 @@ _DEVICE_UNSEEN_NS = 5_000_000_000  # a device is looked at 50 times a second
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of a job. `seen_ns` is the wall clock when it was last seen alive, if it was."""
+    """The times of a job."""
 
-    job_calls: JobCalls
     exits: Exits
-    seen_ns: int | None
     stall_s: float
 
     @property
     def by_rank(self) -> dict[int, RankCalls]:
-        return self.job_calls.by_rank
+        return self.exits.by_rank
+
+    @property
+    def seen_ns(self) -> int | None:
+        """The wall clock when the job was last seen alive, if it was."""
+        return self.exits.now_ns
 
     @property
     def is_live(self) -> bool:

@@ -25,6 +25,7 @@ from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.call_patterns import Call, Deviation, Patterns
+from torchwhere.diagnose.doctor.finding import exact_if
 from torchwhere.diagnose.doctor.majority import Majority
 from torchwhere.diagnose.doctor.waits import Wait, links, missing_once
 
@@ -47,7 +48,7 @@ class Blame:
 
     @property
     def certainty(self) -> Certainty:
-        return Certainty.EXACT if self.is_sure else Certainty.INFERRED
+        return exact_if(self.is_sure)
 
 
 class _Sign(NamedTuple):

@@ -6,9 +6,8 @@ process or file, except the boxes of ranks that are late.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ def examine(
         run,
         job_calls,
         exits,
-        Timing(job_calls, exits, now_ns, stall_s),
+        Timing(exits, stall_s),
         _waits(job_calls, exits),
         align_clocks,
         is_suspicion,
@@ -155,11 +154,12 @@ def _agreement(calls: Mapping[int, StreamCalls], begins: Mapping[int, int]) -> t
 
 def _numbered_from(rank_calls: RankCalls, key: StreamKey, begin: int) -> RankCalls:
     """Returns a copy in which the call with number `begin` gets number 0."""
-    rebased = copy.copy(rank_calls)
-    rebased.calls, rebased.counts = dict(rank_calls.calls), dict(rank_calls.counts)
-    rebased.calls[key] = copy.copy(rank_calls.calls[key])
-    rebased.calls[key].first -= begin
-    rebased.counts[key] -= begin
-    if rank_calls.last is not None and rank_calls.last[0] == key:
-        rebased.last = key, rank_calls.last[1] - begin
-    return rebased
+    calls, last = rank_calls.calls[key], rank_calls.last
+    if last is not None and last[0] == key:
+        last = key, last[1] - begin
+    return replace(
+        rank_calls,
+        calls=rank_calls.calls | {key: replace(calls, first=calls.first - begin)},
+        counts=rank_calls.counts | {key: rank_calls.counts[key] - begin},
+        last=last,
+    )

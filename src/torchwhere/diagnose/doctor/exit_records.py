@@ -120,21 +120,15 @@ def interrupted(job_calls: JobCalls, *, waited_s: float) -> dict[int, int]:
 
     A single rank counts only if others had waited for it longer than `waited_s`: it hung before.
     """
-    interrupted_ns = {
-        rank: t_ns
-        for rank, rank_calls in job_calls.by_rank.items()
-        if (t_ns := _interrupted_ns(rank_calls)) is not None
-    }
-    if len(interrupted_ns) > 1 or not interrupted_ns:
+    times = {rank: _interrupted_ns(own) for rank, own in job_calls.by_rank.items()}
+    interrupted_ns = {rank: t_ns for rank, t_ns in times.items() if t_ns is not None}
+    if len(interrupted_ns) != 1:
         return interrupted_ns
     ((rank, t_ns),) = interrupted_ns.items()
     others = waiting_for(waits(job_calls), [rank])
-    since = [
-        issued
-        for wait in others
-        if (issued := job_calls.by_rank[wait.rank].issued_ns(wait.key, wait.number))
-    ]
-    return interrupted_ns if t_ns - min(since, default=t_ns) > waited_s * 1e9 else {}
+    issued = (job_calls.by_rank[wait.rank].issued_ns(*wait.call) for wait in others)
+    since = min(filter(None, issued), default=t_ns)
+    return interrupted_ns if t_ns - since > waited_s * 1e9 else {}
 
 
 def _interrupted_ns(rank_calls: RankCalls) -> int | None:
@@ -164,13 +158,6 @@ def survived_exception(rank_calls: RankCalls, record: int) -> Event | None:
 SAME_EXIT_NS = 1_000_000_000  # exits within a second count as simultaneous
 _UNSEEN = ProcessStatus()
 _NEVER = 1 << 63
-
-
-class _Sigterm(NamedTuple):
-    """When SIGTERM first ended a rank: by exit records, and by exit codes that a monitor saw."""
-
-    recorded_ns: int
-    seen_ns: int
 
 
 class ExitReason(NamedTuple):
@@ -285,10 +272,9 @@ class RankExits:
 
     def terminated(self) -> list[int]:
         """Ranks that SIGTERM ended, by their exit record or their exit code."""
-        ranks = self.by_rank.items()
         return [
             rank
-            for rank, rank_calls in ranks
+            for rank, rank_calls in self.by_rank.items()
             if was_terminated(rank_calls) or (rank_calls.end is None and self.got_sigterm(rank))
         ]
 
@@ -316,13 +302,9 @@ class RankExits:
     def left_no_exit_record(self, rank: int) -> bool:
         """Whether a box that is readable to its end has no exit record. False for any other box."""
         rank_calls = self.by_rank.get(rank)
-        if (
-            rank_calls is None
-            or rank in self.job_calls.from_snapshot
-            or rank_calls.has_lost_its_newest
-        ):
+        if rank_calls is None or rank in self.job_calls.from_snapshot:
             return False
-        return rank_calls.end is None
+        return rank_calls.end is None and not rank_calls.has_lost_its_newest
 
     def was_seen_to_exit(self, rank: int) -> bool:
         """Whether the exit was observed from outside, not only concluded from the box."""
@@ -354,22 +336,16 @@ class RankExits:
         status, summary = self.status(rank), self.by_rank[rank].box_summary
         if self.got_sigterm(rank) or self.was_interrupted:
             return False
-        first = self._sigterm
-        is_by_code = (
-            status.exit_code is not None and (status.gone_ns or 0) <= first.seen_ns < _NEVER
-        )
-        return is_by_code or 0 < max(summary.last_ns, summary.beat_ns) <= first.recorded_ns < _NEVER
+        code_ns, recorded_ns = self._sigterm_ns
+        is_by_code = status.exit_code is not None and (status.gone_ns or 0) <= code_ns < _NEVER
+        return is_by_code or 0 < max(summary.last_ns, summary.beat_ns) <= recorded_ns < _NEVER
 
     @cached_property
-    def _sigterm(self) -> _Sigterm:
-        ranks = self.by_rank
-        recorded = [
-            rank_calls.end.t_ns
-            for rank_calls in ranks.values()
-            if rank_calls.end is not None and was_terminated(rank_calls)
-        ]
-        gone = [self.status(rank).gone_ns or 0 for rank in ranks if self.got_sigterm(rank)]
-        return _Sigterm(min(recorded, default=_NEVER), min(gone, default=_NEVER))
+    def _sigterm_ns(self) -> tuple[int, int]:
+        """When SIGTERM first ended a rank: by exit codes that a monitor saw; by exit records."""
+        gone = [self.status(rank).gone_ns or 0 for rank in self.by_rank if self.got_sigterm(rank)]
+        ends = [own.end.t_ns for own in self.by_rank.values() if own.end and was_terminated(own)]
+        return min(gone, default=_NEVER), min(ends, default=_NEVER)
 
     @cached_property
     def _first_external_ns(self) -> int:
@@ -391,6 +367,5 @@ class RankExits:
 
     def failed_ns(self, failed: list[int]) -> list[int]:
         """When ranks failed, for those that recorded an exception."""
-        return [
-            error.t_ns for rank in failed if (error := self.by_rank[rank].exception) is not None
-        ]
+        errors = (self.by_rank[rank].exception for rank in failed)
+        return [error.t_ns for error in errors if error is not None]

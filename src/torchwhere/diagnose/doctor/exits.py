@@ -18,6 +18,7 @@ from functools import cached_property
 
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.doctor.exit_records import (
     SAME_EXIT_NS,
     RankExits,
@@ -91,9 +92,11 @@ class Exits(RankExits):
     def exited_first(self) -> list[int]:
         """Ranks without an exit record that exited before the others, or before SIGTERM ended
         the others."""
-        gone = [rank for rank in self.killed() if self._exited_by_itself(rank)]
         return [
-            rank for rank in gone if self.was_seen_exited(rank) or self.exited_before_sigterm(rank)
+            rank
+            for rank in self.killed()
+            if self._exited_by_itself(rank)
+            and (self.was_seen_exited(rank) or self.exited_before_sigterm(rank))
         ]
 
     @property
@@ -113,7 +116,7 @@ class Exits(RankExits):
         """
         if self.status(rank).alive is not False or self.by_rank[rank].end is not None:
             return False
-        if self._was_ended_by_launcher(rank):
+        if self.got_sigterm(rank) and self._has_own_exit:  # the launcher ended it
             return False
         if self.was_seen_exited(rank) or self.exited_before_sigterm(rank):
             return True
@@ -128,10 +131,6 @@ class Exits(RankExits):
         return bool(failed) and all(
             self.lost_its_peer(rank) or was_terminated(self.by_rank[rank]) for rank in failed
         )
-
-    def _was_ended_by_launcher(self, rank: int) -> bool:
-        """Whether SIGTERM ended a rank after another rank had exited by itself."""
-        return self.got_sigterm(rank) and self._has_own_exit
 
     @cached_property
     def _has_own_exit(self) -> bool:
@@ -208,12 +207,8 @@ class Exits(RankExits):
 
     def reactions(self, *, besides: Collection[int] = ()) -> dict[Reaction, list[int]]:
         """The ranks that failed because of another one, by reaction."""
-        by_reaction: dict[Reaction, list[int]] = {}
-        for rank in self.failed():
-            reaction = self.reaction(rank) if rank not in besides else None
-            if reaction is not None:
-                by_reaction.setdefault(reaction, []).append(rank)
-        return by_reaction
+        failed = ((self.reaction(rank), rank) for rank in self.failed() if rank not in besides)
+        return grouped((reaction, rank) for reaction, rank in failed if reaction is not None)
 
     def _is_victim(self, rank: int) -> bool:
         return self.reaction(rank) is not None
@@ -312,13 +307,18 @@ class Exits(RankExits):
             for rank in self.by_rank
             if not self.has_failed(rank) and self._exited_by_itself(rank)
         ]
-        alive_ns = {
-            rank: ns for rank in unrecorded if (ns := self.status(rank).alive_ns) is not None
-        }
-        if len(unrecorded) < 2 or len(alive_ns) < len(unrecorded):
-            return unrecorded if len(unrecorded) < 2 else []
-        first = min(alive_ns.values())
-        return [rank for rank in unrecorded if alive_ns[rank] - first <= SAME_EXIT_NS]
+        if len(unrecorded) < 2:
+            return unrecorded
+        alive_ns = [self.status(rank).alive_ns for rank in unrecorded]
+        times = [t_ns for t_ns in alive_ns if t_ns is not None]
+        if len(times) < len(unrecorded):
+            return []
+        first = min(times)
+        return [
+            rank
+            for rank, t_ns in zip(unrecorded, times, strict=True)
+            if t_ns - first <= SAME_EXIT_NS
+        ]
 
 
 def _has_exit_code(end: Event) -> bool:

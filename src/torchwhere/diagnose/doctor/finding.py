@@ -55,6 +55,11 @@ def shown_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name) for name in _SHOWN} | {"group": fields.get("group_desc")}
 
 
+def exact_if(is_known: object) -> Certainty:
+    """`exact` if something is known for certain, else `inferred`."""
+    return Certainty.EXACT if is_known else Certainty.INFERRED
+
+
 class Cause:
     """Why a verdict was given: each rule has its own dataclass with the facts that its sentences
     need."""

@@ -83,7 +83,7 @@ class GpuEvidence:
         return bool(self.xids or self.ecc_errors)
 
     def to_dict(self) -> dict[str, Any]:
-        sample = self.sample
+        sample = self.sample or GpuSample(0)
         return {
             "rank": self.rank,
             "host": self.host,
@@ -92,12 +92,12 @@ class GpuEvidence:
             "name": self.gpu.name,
             "mig": self.is_instance,
             "shared_with": list(self.shared_with),
-            "sm_mhz": sample.sm_mhz if sample is not None else None,
+            "sm_mhz": sample.sm_mhz,
             "sm_max_mhz": self.gpu.sm_max_mhz,
             "others_sm_mhz": self.others_mhz,
-            "temperature_c": sample.temperature_c if sample is not None else None,
-            "power_w": sample.power_w if sample is not None else None,
-            "power_limit_w": sample.power_limit_w if sample is not None else None,
+            "temperature_c": sample.temperature_c,
+            "power_w": sample.power_w,
+            "power_limit_w": sample.power_limit_w,
             "slowdowns": list(self.slowdowns),
             "xids": list(self.xids),
             "ecc_errors": self.ecc_errors,
@@ -112,7 +112,9 @@ def gpu_evidence(context: Context, finding: Finding) -> tuple[list[GpuEvidence],
     """
     if finding.kind in NO_FAULT:
         return [], []
+    # The clocks of a device that is slow or hangs matter even if nothing is wrong with them.
     is_on_device = bool(finding.facts.get("on_device"))
+    is_straggler = finding.kind is VerdictKind.STRAGGLER
     gpus = RankGpus(context)
     evidence: list[GpuEvidence] = []
     unknown: list[UnknownGpu] = []
@@ -120,17 +122,11 @@ def gpu_evidence(context: Context, finding: Finding) -> tuple[list[GpuEvidence],
         for entry in gpus.of(rank):
             if isinstance(entry, UnknownGpu):
                 unknown.append(entry)
-            elif entry.has_error or (rank in finding.culprits and _is_why(finding, entry)):
+                continue
+            is_why = is_on_device or (is_straggler and entry.slowdowns)
+            if entry.has_error or (rank in finding.culprits and is_why):
                 evidence.append(entry)
     return evidence[:_MOST_RANKS], unknown[:_MOST_RANKS] if is_on_device else []
-
-
-def _is_why(finding: Finding, evidence: GpuEvidence) -> bool:
-    """Whether the clocks of a GPU matter. They do on a device that is slow or hangs, even if
-    nothing is wrong with them."""
-    if finding.facts.get("on_device"):
-        return True
-    return finding.kind is VerdictKind.STRAGGLER and bool(evidence.slowdowns)
 
 
 @dataclass(frozen=True)
@@ -141,7 +137,8 @@ class RankGpus:
 
     def of(self, rank: int) -> Iterator[GpuEvidence | UnknownGpu]:
         """What is known about each device of a rank."""
-        meta = self._meta(rank)
+        box = self.context.run.summaries.get(rank)
+        meta = box.meta if box is not None else {}
         host = host_name(meta)
         devices, host_gpus = devices_of(meta), host_of(meta, self.context.gpus)
         if not devices:
@@ -190,15 +187,9 @@ class RankGpus:
     @cached_property
     def _gpus_by_rank(self) -> dict[int, Gpu]:
         """The first GPU of each rank that has one."""
-        gpus = {rank: self._gpus(rank)[:1] for rank in self.context.run.summaries}
-        return {rank: gpu for rank, first in gpus.items() for gpu in first}
-
-    def _gpus(self, rank: int) -> list[Gpu]:
-        return gpus_of(self._meta(rank), self.context.gpus)
-
-    def _meta(self, rank: int) -> dict[str, Any]:
-        box = self.context.run.summaries.get(rank)
-        return box.meta if box is not None else {}
+        boxes = self.context.run.summaries.items()
+        gpus = {rank: gpus_of(box.meta, self.context.gpus) for rank, box in boxes}
+        return {rank: own[0] for rank, own in gpus.items() if own}
 
     def _span_ns(self, rank: int) -> tuple[int, int]:
         """When a rank began, and its last sign of life."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 from torchwhere.core.device_place import DevicePlace
@@ -229,18 +230,16 @@ def _heads(
 
 
 def _key(report: RankReport, names: tuple[str, ...]) -> tuple[Any, ...]:
-    place, last = report.place, report.last or {}
-    return tuple([_GET[name](report, place, last) for name in names])
+    last = report.last or {}
+    return tuple([_GET[name](report) if name in _GET else last.get(name) for name in names])
 
 
-_GET: dict[str, Any] = {
-    "state": lambda report, place, last: report.state,
-    "pass": lambda report, place, last: place.pass_,
-    "module": lambda report, place, last: place.module,
-    "call": lambda report, place, last: place.call,
-    "line": lambda report, place, last: place.full_line,
-    "detail": lambda report, place, last: report.detail,
-    "op": lambda report, place, last: last.get("op"),
-    "group": lambda report, place, last: last.get("group"),
-    "number": lambda report, place, last: last.get("number"),
+# The other names are fields of the last collective.
+_GET = {
+    "state": attrgetter("state"),
+    "pass": attrgetter("place.pass_"),
+    "module": attrgetter("place.module"),
+    "call": attrgetter("place.call"),
+    "line": attrgetter("place.full_line"),
+    "detail": attrgetter("detail"),
 }

@@ -71,51 +71,35 @@ def find_unmatched_splits(context: Context) -> Finding | None:
 def unmatched_splits(job_calls: JobCalls) -> UnmatchedSplits | None:
     """The first mismatched call among the last calls of the ranks; None if all match or data is
     missing."""
-    lasts = {
-        rank_calls.last: None
-        for rank_calls in job_calls.by_rank.values()
-        if rank_calls.last is not None and _ends_in_alltoall(job_calls, rank_calls.rank)
-    }
-    mismatched = (_compared(job_calls, key, number) for key, number in lasts)
+    lasts = dict.fromkeys(rank_calls.last for rank_calls in job_calls.by_rank.values())
+    mismatched = (_compared(job_calls, *last) for last in lasts if last is not None)
     return next((call for call in mismatched if call is not None), None)
-
-
-def _ends_in_alltoall(job_calls: JobCalls, rank: int) -> bool:
-    rank_calls = job_calls.by_rank[rank]
-    if rank_calls.last is None:
-        return False
-    key, number = rank_calls.last
-    calls = rank_calls.calls.get(key)
-    return calls is not None and calls.of(number)[0].op == OP
 
 
 def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> UnmatchedSplits | None:
     ranks = job_calls.group(key).ranks
-    if not ranks or any(
-        rank not in job_calls.by_rank or _fields(job_calls, rank, key, number) is None
-        for rank in ranks
-    ):
+    fields = []
+    for rank in ranks:
+        of_rank = _fields(job_calls, rank, key, number)
+        if of_rank is None:
+            return None
+        fields.append(of_rank)
+    sent = sum(math.prod(_shape(of_rank, "shapes")) for of_rank in fields)
+    taken = sum(math.prod(_shape(of_rank, "out_shapes")) for of_rank in fields)
+    pairs = _unequal(ranks, fields) if len(ranks) <= _MOST_RANKS else ()
+    if not pairs and sent == taken:
         return None
-    fields = [_fields(job_calls, rank, key, number) or {} for rank in ranks]
-    sent = sum(_elements(of_rank, "shapes") for of_rank in fields)
-    taken = sum(_elements(of_rank, "out_shapes") for of_rank in fields)
-    pairs: tuple[tuple[int, int, int, int], ...] = ()
-    if len(ranks) <= _MOST_RANKS:
-        sends = [_parts(of_rank, "shapes", "splits", len(ranks)) for of_rank in fields]
-        takes = [_parts(of_rank, "out_shapes", "out_splits", len(ranks)) for of_rank in fields]
-        pairs = _unequal(ranks, sends, takes)
-    return (
-        UnmatchedSplits(key, number, ranks, pairs, sent, taken) if pairs or sent != taken else None
-    )
+    return UnmatchedSplits(key, number, ranks, pairs, sent, taken)
 
 
 def _unequal(
-    ranks: tuple[int, ...],
-    sends: list[npt.NDArray[np.int64] | None],
-    takes: list[npt.NDArray[np.int64] | None],
+    ranks: tuple[int, ...], fields: list[dict[str, Any]]
 ) -> tuple[tuple[int, int, int, int], ...]:
-    parts = [of_rank for of_rank in (*sends, *takes) if of_rank is not None]
-    if len(parts) < 2 * len(ranks):
+    """The pairs of ranks that differ; none if the splits of a rank are unknown."""
+    sends = [_parts(of_rank, "shapes", "splits", len(ranks)) for of_rank in fields]
+    takes = [_parts(of_rank, "out_shapes", "out_splits", len(ranks)) for of_rank in fields]
+    parts = [part for part in (*sends, *takes) if part is not None]
+    if len(parts) < 2 * len(ranks) or not parts:
         return ()
     sent, taken = np.stack(parts[: len(ranks)]), np.stack(parts[len(ranks) :]).T
     return tuple(
@@ -125,15 +109,14 @@ def _unequal(
 
 
 def _fields(job_calls: JobCalls, rank: int, key: StreamKey, number: int) -> dict[str, Any] | None:
-    calls = job_calls.by_rank[rank].calls.get(key)
+    """The fields of an all_to_all with one tensor on each side; None for any other call."""
+    rank_calls = job_calls.by_rank.get(rank)
+    calls = rank_calls.calls.get(key) if rank_calls is not None else None
     if calls is None or calls.at(number) is None or calls.of(number)[0].op != OP:
         return None
     fields = job_calls.shared_ids.parsed(calls.of(number)[0].text)
-    return (
-        fields
-        if isinstance(fields, dict) and _shape(fields, "shapes") and _shape(fields, "out_shapes")
-        else None
-    )
+    has_shapes = isinstance(fields, dict) and _shape(fields, "shapes")
+    return fields if has_shapes and _shape(fields, "out_shapes") else None
 
 
 def _shape(fields: dict[str, Any], name: str) -> list[int]:
@@ -141,10 +124,6 @@ def _shape(fields: dict[str, Any], name: str) -> list[int]:
     shapes = fields.get(name)
     shape = shapes[0] if isinstance(shapes, list) and len(shapes) == 1 else None
     return shape if isinstance(shape, list) and all(isinstance(size, int) for size in shape) else []
-
-
-def _elements(fields: dict[str, Any], name: str) -> int:
-    return math.prod(_shape(fields, name))
 
 
 def _parts(

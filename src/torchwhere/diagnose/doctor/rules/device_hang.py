@@ -22,7 +22,7 @@ from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.context import Context, Timing
 from torchwhere.diagnose.doctor.deadlocks import Blame, blame
-from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 from torchwhere.diagnose.doctor.waits import Wait, cycle
@@ -80,7 +80,7 @@ def find_device_hang(context: Context) -> Finding | None:
         BlockedDevices(tuple(blocked), tuple(waiting)),
         culprits=tuple(device.rank for device in blocked),
         call=first.next,
-        certainty=Certainty.INFERRED if context.no_data else Certainty.EXACT,
+        certainty=exact_if(not context.no_data),
         stalled_s=first.lasted_s,
         facts=_facts(blocked, waiting),
         blocked=frozenset(device.rank for device in waiting),
@@ -99,7 +99,7 @@ def _together(context: Context, devices: list[StalledDevice]) -> Finding | None:
         VerdictKind.TOGETHER,
         DevicesBlockedTogether(tuple(devices)),
         call=devices[0].reached[0] if devices[0].reached else devices[0].next,
-        certainty=Certainty.INFERRED if context.no_data else Certainty.EXACT,
+        certainty=exact_if(not context.no_data),
         stalled_s=min(device.lasted_s for device in devices),
         facts=_facts(devices, []),
         blocked=frozenset(device.rank for device in devices),
@@ -122,7 +122,7 @@ def _unable_to_run(context: Context, waiting: list[StalledDevice]) -> Finding | 
         MissingRanks(culprits, _wait(first)),
         culprits=culprits,
         call=_waits_in(first),
-        certainty=Certainty.INFERRED if context.no_data else Certainty.EXACT,
+        certainty=exact_if(not context.no_data),
         stalled_s=first.lasted_s,
         facts={"waiting_devices": [device.rank for device in waiting]},
         blocked=frozenset(device.rank for device in waiting),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks, is_usual_delay
 from torchwhere.diagnose.doctor.verdict import State, VerdictKind
 from torchwhere.diagnose.doctor.waits import Wait, awaited, waiting_for
@@ -106,7 +106,7 @@ def _not_seen_to_exit(context: Context, ranks: list[int]) -> Finding:
         MissingRanks(tuple(ranks), wait),
         culprits=tuple(ranks),
         call=CallRef.of(wait),
-        certainty=Certainty.EXACT if is_alive and not wait.no_data else Certainty.INFERRED,
+        certainty=exact_if(is_alive and not wait.no_data),
         stalled_s=context.timing.waited_s(wait),
     )
 
@@ -228,7 +228,7 @@ def find_first_exit(context: Context) -> Finding | None:
         VerdictKind.DEAD,
         ExitedBeforeOthers(tuple(ranks)),
         culprits=tuple(ranks),
-        certainty=Certainty.EXACT if is_seen else Certainty.INFERRED,
+        certainty=exact_if(is_seen),
         facts={"exit_codes": codes} if codes else {},
     )
 

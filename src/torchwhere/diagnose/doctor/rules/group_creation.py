@@ -14,7 +14,7 @@ from torchwhere.core.place import Certainty, Place
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.finding import Cause, Finding
+from torchwhere.diagnose.doctor.finding import Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.pauses import pause_of
 from torchwhere.diagnose.doctor.verdict import State, VerdictKind
 
@@ -104,7 +104,7 @@ def _certainty(context: Context, pending: PendingGroup, blame: _Blame) -> Certai
         and set(blame.culprits) <= set(pending.absent)
         and context.timing.is_live
     )
-    return Certainty.EXACT if is_known else Certainty.INFERRED
+    return exact_if(is_known)
 
 
 def _pending_group(context: Context) -> PendingGroup | None:

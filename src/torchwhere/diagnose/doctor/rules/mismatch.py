@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchwhere.core.events import Event
-from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.doctor.blocked import blocked_ranks
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.exit_records import survived_exception
-from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 
@@ -85,7 +84,7 @@ def find_mismatch(context: Context) -> Finding | None:
         cause,
         culprits=first.culprits,
         call=CallRef(first.key, first.number, first.cohorts[0][0]),
-        certainty=Certainty.EXACT if is_exact else Certainty.INFERRED,
+        certainty=exact_if(is_exact),
         stalled_s=min(blocked_s.values(), default=None) if are_all_blocked else None,
         facts={"differs_in": list(cause.differs_in)},
         blocked=frozenset(blocked_s),

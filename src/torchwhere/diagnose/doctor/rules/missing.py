@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.call_patterns import Patterns
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.deadlocks import has_skipped
-from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.pauses import Pause, pause_of
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import VerdictKind
@@ -72,7 +71,7 @@ def find_missing(context: Context) -> Finding | None:
         MissingRanks(tuple(ranks), wait, excuses, pause=pause),
         culprits=tuple(rank for rank in ranks if rank not in excused),
         call=CallRef.of(wait),
-        certainty=Certainty.EXACT if is_certain else Certainty.INFERRED,
+        certainty=exact_if(is_certain),
         stalled_s=context.timing.waited_s(wait),
     )
 

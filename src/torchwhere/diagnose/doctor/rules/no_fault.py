@@ -12,7 +12,7 @@ from torchwhere.core.events import Event
 from torchwhere.core.place import Certainty
 from torchwhere.core.stall import no_progress_s
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.pace import Pace, pace_of
 from torchwhere.diagnose.doctor.pauses import Pause, pause_of
 from torchwhere.diagnose.doctor.verdict import VerdictKind
@@ -166,7 +166,7 @@ def _certainty(context: Context, cause: Cause) -> Certainty:
     if context.is_unknown_end or (is_over and is_still):
         return Certainty.UNKNOWN
     is_unsure = is_still or (is_over and (context.no_data or _ended_in_call(context)))
-    return Certainty.INFERRED if is_unsure else Certainty.EXACT
+    return exact_if(not is_unsure)
 
 
 def _ended_in_call(context: Context) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.blocked import all_blocked_s, are_all_blocked
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.finding import Cause, Finding
+from torchwhere.diagnose.doctor.finding import Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.pauses import pause_of
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 
@@ -24,7 +23,7 @@ def find_blocked_together(context: Context) -> Finding | None:
         VerdictKind.TOGETHER,
         BlockedTogether(),
         call=context.last_call,
-        certainty=Certainty.INFERRED if context.no_data else Certainty.EXACT,
+        certainty=exact_if(not context.no_data),
         stalled_s=all_blocked_s(context),
         blocked=frozenset(context.by_rank),
     )
