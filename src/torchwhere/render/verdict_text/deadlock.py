@@ -73,9 +73,11 @@ def _culprits_text(blame: Blame, count: int) -> str:
 def _deviation_text(context: Context, deviation: Deviation) -> str:
     rank_calls = context.by_rank[deviation.rank]
     due, issued = rank_calls.issued(*deviation.like), rank_calls.issued(*deviation.issued)
-    due_group, issued_group = _groups_text(context, deviation)
-    usual = f"{op_text(due)}{due_group}{_line_text(due)}"
-    instead = f"{op_text(issued)}{issued_group}{_line_text(issued)}"
+    usual, instead = _line_text(op_text(due), due), _line_text(op_text(issued), issued)
+    due_key, issued_key = deviation.like[0], deviation.issued[0]
+    if due_key.group != issued_key.group:
+        usual = _line_text(f'{op_text(due)} of group "{context.title(due_key)}"', due)
+        instead = _line_text(f'{op_text(issued)} of group "{context.title(issued_key)}"', issued)
     rank, times = deviation.rank, f"at least {deviation.rounds} times"
     if deviation.is_early:
         return (
@@ -95,22 +97,13 @@ def _deviation_text(context: Context, deviation: Deviation) -> str:
     )
 
 
-def _groups_text(context: Context, deviation: Deviation) -> tuple[str, str]:
-    """The groups of the two calls, if they differ."""
-    due, issued = deviation.like[0], deviation.issued[0]
-    if due.group == issued.group:
-        return "", ""
-    titles = [context.title(key) for key in (due, issued)]
-    return f' of group "{titles[0]}"', f' of group "{titles[1]}"'
-
-
 def _line(call: Event | None) -> str | None:
     return call.place.full_line or None if call is not None else None
 
 
-def _line_text(call: Event | None) -> str:
+def _line_text(text: str, call: Event | None) -> str:
     line = _line(call)
-    return f", {line}" if line else ""
+    return f"{text}, {line}" if line else text
 
 
 def wrong_peers_text(cause: WrongPeers, context: Context) -> list[str]:

@@ -51,10 +51,7 @@ _UNKNOWN: dict[str, str] = {
 
 def gpu_text(evidence: Sequence[GpuEvidence]) -> list[str]:
     """What NVML says about each GPU: errors first, then clocks."""
-    lines = []
-    for gpu in evidence:
-        lines += [f"  {sentence}" for sentence in _sentences(gpu)]
-    return lines
+    return [f"  {sentence}" for gpu in evidence for sentence in _sentences(gpu)]
 
 
 def unknown_gpu_text(unknown: Sequence[UnknownGpu]) -> list[str]:

@@ -39,10 +39,8 @@ def different_groups_text(cause: DifferentGroups, context: Context) -> list[str]
 
 
 def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
-    creation, waiting = (
-        _creation_text(cause.creation.op, cause.creation.ranks),
-        ranks_phrase(cause.there),
-    )
+    creation = _creation_text(cause.creation.op, cause.creation.ranks)
+    waiting = ranks_phrase(cause.there)
     verb = agree(cause.there, "waits", "wait")
     where = f"  waiting: {waiting}, {in_place(cause.creation.place)}"
     if cause.absent:
@@ -59,7 +57,11 @@ def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
                 f" {ranks_phrase(context.no_data)}."
             ),
             where,
-            _no_data_text(len(context.no_data)),
+            (
+                f"{agree(context.no_data, 'It', 'They')} may not have started yet, or may have"
+                " exited before the watch began. Look at:"
+                f" {agree(context.no_data, 'its', 'their')} own log."
+            ),
         ]
     if cause.is_alone:
         return [
@@ -76,14 +78,6 @@ def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
         where,
         f"Likely cause: the network. Look at: {_NETWORK}.",
     ]
-
-
-def _no_data_text(count: int) -> str:
-    they, its = ("It", "its") if count == 1 else ("They", "their")
-    return (
-        f"{they} may not have started yet, or may have exited before the watch began. Look at:"
-        f" {its} own log."
-    )
 
 
 def _creation_text(op: str, ranks: tuple[int, ...] | None) -> str:

@@ -19,10 +19,7 @@ _MOST_OTHERS = 1 << 30  # bytes of other processes that are worth a sentence
 
 def out_of_memory_text(facts: Sequence[OutOfDeviceMemory]) -> list[str]:
     """What the allocator said, what grew, and where the peak was."""
-    lines = []
-    for fact in facts:
-        lines += [f"  rank {fact.rank}, memory: {part}" for part in _parts(fact)]
-    return lines
+    return [f"  rank {fact.rank}, memory: {part}" for fact in facts for part in _parts(fact)]
 
 
 def _parts(fact: OutOfDeviceMemory) -> list[str]:

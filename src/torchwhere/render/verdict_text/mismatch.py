@@ -90,12 +90,12 @@ def _consequences(cause: DifferentCalls) -> list[str]:
 
 
 def _blocked_text(cause: DifferentCalls, context: Context) -> list[str]:
-    count = len(cause.blocked)
-    if count == len(context.by_rank):
+    if len(cause.blocked) == len(context.by_rank):
+        count = len(cause.blocked)
         return [f"Now all {count} ranks are blocked, in calls that do not match each other."]
-    if not count:
+    if not cause.blocked:
         return []
-    return [f"Now {ranks_phrase(cause.blocked)} {'are' if count > 1 else 'is'} blocked."]
+    return [f"Now {ranks_phrase(cause.blocked)} {agree(cause.blocked, 'is', 'are')} blocked."]
 
 
 def _threads_text(cause: DifferentCalls) -> list[str]:
@@ -115,31 +115,19 @@ def _tie_text(cause: DifferentCalls) -> list[str]:
     mismatch = cause.mismatch
     if mismatch.is_certain:
         return []
-    if not mismatch.deviated:
+    deviated = mismatch.deviated
+    if not deviated:
         return ["The cohorts have the same size: the boxes do not show which one is wrong."]
+    they, own = agree(deviated, "it", "they"), agree(deviated, "its own", "their own")
+    reason = f"deviated from {own} earlier calls."
     if mismatch.has_new_op:
-        they = agree(mismatch.deviated, "it", "they")
-        return [
-            (
-                f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} issued"
-                f" an op that {they} had not issued in this group before."
-            )
-        ]
-    if mismatch.is_own_call:
-        return [
-            (
-                f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} issued"
-                " its call in your own code. The other call comes from torch or from a framework,"
-                " whose code is the same on all ranks."
-            )
-        ]
-    own = agree(mismatch.deviated, "its own", "their own")
-    return [
-        (
-            f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} deviated"
-            f" from {own} earlier calls."
+        reason = f"issued an op that {they} had not issued in this group before."
+    elif mismatch.is_own_call:
+        reason = (
+            "issued its call in your own code. The other call comes from torch or from a framework,"
+            " whose code is the same on all ranks."
         )
-    ]
+    return [f"The cohorts have the same size, but only {ranks_phrase(deviated)} {reason}"]
 
 
 def _branch_text(cause: DifferentCalls) -> list[str]:

@@ -89,7 +89,7 @@ def finished_text(cause: Finished, context: Context) -> list[str]:
     count = len(context.by_rank)
     finished = all_ranks_text(count, single="has finished", several="have finished")
     if context.no_data:
-        have = "has" if count == 1 else "have"
+        have = agree(context.by_rank, "has", "have")
         finished = f"The {plural(count, 'rank')} with data {have} finished"
     return [f"{finished}. {pace_text(cause.pace)}"]
 

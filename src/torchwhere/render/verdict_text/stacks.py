@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
@@ -22,13 +23,14 @@ from torchwhere.diagnose.stack_hang import (
 from torchwhere.diagnose.stack_position import WAITS_FOR_ONE, PositionKind
 from torchwhere.gpus.labels import gpu_label
 from torchwhere.gpus.samples import gpus_of
-from torchwhere.processes.observation import HelperObservation, RankObservation
+from torchwhere.processes.observation import HelperObservation
 from torchwhere.processes.py_spy import Refusal
 from torchwhere.processes.status import STOPPED
 from torchwhere.render.verdict_text.phrases import (
     agree,
     all_ranks_text,
     in_place,
+    more_text,
     rank_detail_text,
     subject_text,
 )
@@ -37,6 +39,7 @@ _MOST_RANKS = 4  # with their own line
 _MOST_HELPERS = 4
 _MOST_COHORTS = 8
 _STATES = {"R": "running", "S": "sleeping", "D": "blocked in the kernel"}
+_STATES |= dict.fromkeys(STOPPED, "stopped by a signal")
 NOT_WATCHED = (
     "torchwhere was not watching: steps, modules and the order of collectives are not known. To"
     " watch the next run, start it with: torchwhere run --out run/ train.py"
@@ -81,8 +84,7 @@ def awaited_ranks_text(cause: AwaitedRanks, context: Context) -> list[str]:
         is_inside = cause.job.positions[rank].op is not None
         instead = " instead" if cause.job.calls and not is_inside else ""
         lines += _rank_text(context, cause.job, rank, instead=instead)
-    if len(cause.ranks) > _MOST_RANKS:
-        lines.append(f"  and {len(cause.ranks) - _MOST_RANKS} more")
+    lines += more_text(cause.ranks, _MOST_RANKS)
     return lines + _unclear_text(cause.job, cause.job.unclear)
 
 
@@ -229,23 +231,15 @@ def _rank_text(context: Context, job: ObservedJob, rank: int, *, instead: str = 
     if inner:
         parts.append(f"({inner})")
     text = f"  rank {rank} is{instead} {' '.join(parts)}: {rank_detail_text(context, rank)}"
-    return [text, *(f"    {text}" for text in _helpers_text(job.ranks[rank]))]
-
-
-def _helpers_text(observation: RankObservation) -> list[str]:
-    return [
-        _helper_text(helper, observation.folder) for helper in observation.helpers[:_MOST_HELPERS]
-    ]
+    observation = job.ranks[rank]
+    helpers = observation.helpers[:_MOST_HELPERS]
+    return [text, *(f"    {_helper_text(helper, observation.folder)}" for helper in helpers)]
 
 
 def _helper_text(helper: HelperObservation, folder: str) -> str:
     innermost = user_line(helper.stack) or next(iter(helper.stack), "")
     line = innermost.removeprefix(f"{folder}/") or "an unknown place"
-    state = helper.state or ""
-    if state in STOPPED and state:
-        activity = "stopped by a signal"
-    else:
-        activity = _STATES.get(state, "in an unknown state")
+    activity = _STATES.get(helper.state or "", "in an unknown state")
     return f"its {helper.kind}, process {helper.pid}, is at {line}: {activity}"
 
 
@@ -254,17 +248,16 @@ def _places_text(context: Context, job: ObservedJob, ranks: Iterable[int]) -> li
     by_text: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         position = job.positions[rank]
-        if position.kind is PositionKind.COLLECTIVE:
-            activity = f"in {position.op}"
-        elif position.kind is PositionKind.DEVICE:
+        activity = f"in {position.op}"
+        if position.kind is PositionKind.DEVICE:
             activity = "waiting for its device"
-        else:
+        elif position.kind is not PositionKind.COLLECTIVE:
             activity = rank_detail_text(context, rank)
         text = f"{in_place(context.place(rank))}, {activity}"
         by_text.setdefault(text, []).append(rank)
     lines = [f"  {ranks_phrase(same)}: {text}" for text, same in by_text.items()]
     left_out = len(lines) - _MOST_COHORTS
-    return [*lines[:_MOST_COHORTS], *([f"  and {left_out} other places"] if left_out > 0 else [])]
+    return lines if left_out <= 0 else [*lines[:_MOST_COHORTS], f"  and {left_out} other places"]
 
 
 def _unclear_text(job: ObservedJob, ranks: Sequence[int]) -> list[str]:
@@ -289,13 +282,17 @@ def _unclear_text(job: ObservedJob, ranks: Sequence[int]) -> list[str]:
 def unknown_text(job: ObservedJob) -> list[str]:
     """What the stacks of a job do not show."""
     lines = [NOT_WATCHED]
-    assumed = [rank for rank, observation in job.ranks.items() if observation.is_assumed]
-    if assumed:
+    if any(observation.is_assumed for observation in job.ranks.values()):
         lines.append(
             "the processes have no rank variables: their ranks are assumed from the order in which"
             " they started, and whether there are more ranks is not known"
         )
-    for problem, ranks in _by_problem(job).items():
+    problems = grouped(
+        (problem_text(observation.problem), rank)
+        for rank, observation in sorted(job.ranks.items())
+        if observation.problem is not None
+    )
+    for problem, ranks in problems.items():
         lines.append(f"stacks of {ranks_phrase(ranks)}: {problem}")
     native = [
         rank for rank, observation in job.ranks.items() if observation.native_problem is not None
@@ -313,15 +310,6 @@ def unknown_text(job: ObservedJob) -> list[str]:
             f" {apart_s:.0f} s apart: ranks may have moved in between"
         )
     return lines
-
-
-def _by_problem(job: ObservedJob) -> dict[str, list[int]]:
-    by_problem: dict[str, list[int]] = {}
-    for rank, observation in sorted(job.ranks.items()):
-        if observation.problem is not None:
-            text = problem_text(observation.problem)
-            by_problem.setdefault(text, []).append(rank)
-    return by_problem
 
 
 def problem_text(problem: str) -> str:

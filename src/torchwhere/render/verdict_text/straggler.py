@@ -11,7 +11,7 @@ from torchwhere.diagnose.doctor.lost_between import Moment
 from torchwhere.diagnose.doctor.rules.straggler import LateRanks
 from torchwhere.diagnose.doctor.stack_samples import SampledPlace
 from torchwhere.diagnose.doctor.stragglers import Straggler
-from torchwhere.render.verdict_text.phrases import subject_text
+from torchwhere.render.verdict_text.phrases import agree, subject_text
 
 
 def late_ranks_text(cause: LateRanks, context: Context) -> list[str]:
@@ -20,24 +20,24 @@ def late_ranks_text(cause: LateRanks, context: Context) -> list[str]:
 
 def straggler_text(late: Straggler) -> list[str]:
     """How late the ranks are, what it costs, and where they lose the time."""
-    is_one = len(late.ranks) == 1
     subjects = subject_text(late.ranks)
     if late.on_device:
-        subjects = f"The {'device' if is_one else 'devices'} of {ranks_phrase(late.ranks)}"
+        subjects = f"The {agree(late.ranks, 'device', 'devices')} of {ranks_phrase(late.ranks)}"
     lines = [
         (
-            f"{subjects} {'is' if is_one else 'are'} late by"
+            f"{subjects} {agree(late.ranks, 'is', 'are')} late by"
             f" {_delay_text(late)}: this costs the job {late.share:.0%} of its time."
             f"{_clocks_text(late)}{_cpu_text(late)}"
         )
     ]
     if late.after is not None and late.before is not None:
-        subject = "It" if is_one else f"Rank {late.rank}, for example,"
+        subject = agree(late.ranks, "It", f"Rank {late.rank}, for example,")
         phase = f"in phase {late.phase}, " if late.phase else ""
         between = f"between {moment_text(late.after)} and {moment_text(late.before)}"
         lines.append(f"{subject} loses the time {phase}{between}.")
     if late.sampled is not None:
-        lines.append(sampled_text(late.sampled, whose="its" if is_one else f"rank {late.rank}'s"))
+        whose = agree(late.ranks, "its", f"rank {late.rank}'s")
+        lines.append(sampled_text(late.sampled, whose=whose))
     return lines
 
 
@@ -76,7 +76,7 @@ def _clocks_text(late: Straggler) -> str:
 def _cpu_text(late: Straggler) -> str:
     if not late.lacks_cpu:
         return ""
-    subject = "It" if len(late.ranks) == 1 else f"Rank {late.rank}"
+    subject = agree(late.ranks, "It", f"Rank {late.rank}")
     return (
         f" {subject} waited for a CPU {late.queued:.0%} of the time: something else runs on the"
         " CPUs it may use."
@@ -91,8 +91,8 @@ def moment_text(moment: Moment) -> str:
 
 def late_ranks_facts(cause: LateRanks) -> dict[str, Any]:
     """The facts of JSON that are texts."""
-    moments = {"after": cause.straggler.after, "before": cause.straggler.before}
+    after, before = cause.straggler.after, cause.straggler.before
     return {
-        name: moment_text(moment) if moment is not None else None
-        for name, moment in moments.items()
+        "after": moment_text(after) if after is not None else None,
+        "before": moment_text(before) if before is not None else None,
     }
