@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import read_box
@@ -196,14 +196,6 @@ def _with_silent_ranks_ended(
     }
 
 
-class _Expiry(NamedTuple):
-    """A saved time, the last sign of life by rank, and the fields that a newer sign resets."""
-
-    saved_at: str
-    last_ns: Mapping[int, int]
-    reset: dict[str, Any]
-
-
 def _without_outdated(saved: Mapping[int, dict[str, Any]], job_calls: JobCalls) -> SavedStatuses:
     """Drop stale fields.
 
@@ -213,10 +205,11 @@ def _without_outdated(saved: Mapping[int, dict[str, Any]], job_calls: JobCalls) 
     summaries = {rank: calls.box_summary for rank, calls in job_calls.by_rank.items()}
     moved_ns = {rank: summary.last_ns for rank, summary in summaries.items()}
     alive_ns = {rank: max(box.last_ns, box.beat_ns) for rank, box in summaries.items()}
-    expiries = (
-        _Expiry("stack_ns", moved_ns, {"stack": [], "stack_ns": None, "workers": []}),
-        _Expiry("seen_ns", alive_ns, {"state": None}),
-        _Expiry("gone_ns", alive_ns, {"alive": None, "gone_ns": None}),
+    # a saved time, the last sign of life by rank, and the fields that a newer sign resets
+    expiries: tuple[tuple[str, Mapping[int, int], dict[str, Any]], ...] = (
+        ("stack_ns", moved_ns, {"stack": [], "stack_ns": None, "workers": []}),
+        ("seen_ns", alive_ns, {"state": None}),
+        ("gone_ns", alive_ns, {"alive": None, "gone_ns": None}),
     )
     current = dict(saved)
     for saved_at, last_ns, reset in expiries:

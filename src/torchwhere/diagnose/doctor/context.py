@@ -350,13 +350,8 @@ class Context:
             return Condition.STOPPED_BY_SIGNAL
         if state is not State.RUNNING:
             return None
-        return self._stopped_heartbeat(rank) or holding(rank_calls, self.status(rank))
-
-    def _stopped_heartbeat(self, rank: int) -> StoppedHeartbeat | None:
-        """Reports a rank whose heartbeat stopped long before the others': its Python could not
-        run."""
         silent_s = self.timing.silent_s(rank)
-        return StoppedHeartbeat(silent_s) if silent_s else None
+        return StoppedHeartbeat(silent_s) if silent_s else holding(rank_calls, self.status(rank))
 
     def group_in_creation(self, rank: int) -> GroupCreation | None:
         """The group creation that a rank has begun and not completed."""

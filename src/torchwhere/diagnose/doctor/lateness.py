@@ -172,12 +172,10 @@ class Trust:
         others = [
             doubt for doubt, other in zip(self.doubts_ns, self.hosts, strict=True) if other != host
         ]
-        known_doubts = [doubt for doubt in others if doubt is not None]
-        return (
-            own + float(np.median(known_doubts))
-            if own is not None and 2 * len(known_doubts) > len(others)
-            else None
-        )
+        known = [doubt for doubt in others if doubt is not None]
+        if own is None or 2 * len(known) <= len(others):
+            return None
+        return own + float(np.median(known))
 
     def is_beyond_doubt(
         self, row: int, late_ns: npt.NDArray[np.float64], *, least_ns: float
@@ -273,10 +271,9 @@ def cpu_contention(
         for at, rank in enumerate(window.ranks)
         if at not in late and _host(job_calls, rank) == host
     ][:_ASKED]
-    shares = [
-        share for at in beside if (share := _share(job_calls, window, at, columns)) is not None
-    ]
-    return CpuContention(own, float(np.median(shares)) if shares else 0.0)
+    shares = [_share(job_calls, window, at, columns) for at in beside]
+    known = [share for share in shares if share is not None]
+    return CpuContention(own, float(np.median(known)) if known else 0.0)
 
 
 def _host(job_calls: JobCalls, rank: int) -> object:
@@ -288,8 +285,8 @@ def _share(
 ) -> float | None:
     """Interpolated linearly between heartbeats, one per second. Outside of them the last value
     is used."""
-    rank_calls, calls = job_calls.by_rank[window.ranks[row]], window.calls[row]
-    delays = rank_calls.box.cpu_delays() if rank_calls.box is not None else []
+    box, calls = job_calls.by_rank[window.ranks[row]].box, window.calls[row]
+    delays = box.cpu_delays() if box is not None else []
     if len(delays) < 2:
         return None
     times, waits = (np.array(column, dtype=np.float64) for column in zip(*delays, strict=True))

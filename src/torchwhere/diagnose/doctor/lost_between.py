@@ -26,9 +26,10 @@ def lost_between(
 ) -> tuple[Moment | None, Moment | None, str | None]:
     """The two records between which a late rank loses its time most often, and the phase."""
     box, calls = job_calls.by_rank[window.ranks[row]].box, window.calls[row]
+    if box is None:
+        return None, None, None
     spans: Counter[tuple[Moment, Moment, str | None]] = Counter()
-    for column in columns if box is not None else ():
-        assert box is not None
+    for column in columns:
         number = window.first + column
         span = calls.record(max(number - 1, calls.first)), calls.record(number)
         begin, at = (int(index) for index in np.searchsorted(box.records["number"], span))

@@ -29,16 +29,12 @@ def pace_of(job_calls: JobCalls) -> Pace:
     """The pace of a job, the median over its ranks."""
     summaries = [rank_calls.rank_summary for rank_calls in job_calls.by_rank.values()]
     rates = [summary.steps_per_s for summary in summaries if summary.steps_per_s is not None]
-    last = max(
-        (summary.last_step for summary in summaries if summary.last_step is not None), default=None
-    )
+    steps = [summary.last_step for summary in summaries if summary.last_step is not None]
+    last = max(steps, default=None)
     if rates:
         return Pace(float(np.median(rates)), last)
-    calls = [
-        rate
-        for rank_calls in list(job_calls.by_rank.values())[:_CALLS]
-        if (rate := _calls_per_s(rank_calls)) is not None
-    ]
+    some = list(job_calls.by_rank.values())[:_CALLS]
+    calls = [rate for rate in map(_calls_per_s, some) if rate is not None]
     return Pace(None, last, float(np.median(calls)) if calls else None)
 
 

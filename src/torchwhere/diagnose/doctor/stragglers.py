@@ -97,9 +97,8 @@ def straggler(
     whole = [
         window for window in candidates if window.key.source == -1 and key in (None, window.key)
     ]
-    late_groups = [
-        late for window in whole if (late := _late_in(job_calls, window, align_clocks)) is not None
-    ]
+    by_group = (_late_in(job_calls, window, align_clocks) for window in whole)
+    late_groups = [late for late in by_group if late is not None]
     if not late_groups:
         return None
     worst = max(late_groups, key=lambda late: late.share)
@@ -192,11 +191,9 @@ def _late_since(window: CallWindow, trust: Trust, losses: Lost, first: int) -> _
     is_late = all_rounds[rows[0]] >= least
     is_always = bool(is_late[first:].mean() >= _ALWAYS)
     is_much = share >= _COST if is_always else share >= _COST_AT_TIMES and elapsed >= _LONG_NS
-    if (
-        not is_much
-        or not _goes_on(is_late[first:])
-        or not _is_not_chance(rounds, rows, is_always=is_always)
-    ):
+    if not is_much or not _goes_on(is_late[first:]):
+        return None
+    if not _is_not_chance(rounds, rows, is_always=is_always):
         return None
     if _moves_around(all_rounds, rows, first):
         return None
@@ -303,11 +300,8 @@ def _since(late: _Late) -> int:
     """The round since which a rank is late, without a long pause, as far back as the data goes."""
     rounds = np.flatnonzero(late.is_late)
     between = np.diff(rounds)
-    usual = (
-        max(1.0, float(np.median(between[rounds[:-1] >= late.first])))
-        if (rounds[:-1] >= late.first).any()
-        else 1.0
-    )
+    recent = between[rounds[:-1] >= late.first]
+    usual = max(1.0, float(np.median(recent))) if len(recent) else 1.0
     pauses = np.flatnonzero(between > _PAUSE * usual)
     return int(rounds[int(pauses[-1]) + 1 if len(pauses) else 0])
 

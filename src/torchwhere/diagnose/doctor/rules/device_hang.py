@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.place import Certainty, Place
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
@@ -74,7 +75,7 @@ def find_device_hang(context: Context) -> Finding | None:
         return _unable_to_run(context, waiting) or _deadlock(context, stalls)
     if not waiting and len(blocked) == len(context.by_rank) > 1:
         return _together(context, blocked)
-    first = min(blocked, key=lambda device: -device.lasted_s)
+    first = max(blocked, key=lambda device: device.lasted_s)
     return Finding(
         VerdictKind.MISSING,
         BlockedDevices(tuple(blocked), tuple(waiting)),
@@ -138,9 +139,7 @@ def _deadlock(context: Context, stalls: DeviceStalls) -> Finding | None:
     ranks = {device.rank for device in waiting}
     if not all(ranks.issuperset(device.waits_for) for device in waiting):
         return None
-    cohorts: dict[object, list[StalledDevice]] = {}
-    for device in waiting:
-        cohorts.setdefault(_waits_in(device)[:2], []).append(device)
+    cohorts = grouped((_waits_in(device)[:2], device) for device in waiting)
     ordered = sorted(cohorts.values(), key=len, reverse=True)
     if len(ordered) < 2:
         return None
@@ -218,14 +217,11 @@ class DeviceStalls:
         looked_ns = state.device_place.looked_ns or rank_calls.box_summary.beat_ns
         # Before it was issued, the device could not reach it. The time of a place is not recorded,
         # but the CPU issued it before its last record.
-        issued_ns = (
-            rank_calls.box_summary.last_ns
-            if first is None
-            else rank_calls.issued_ns(first.key, first.number)
-        )
-        since_ns = max(state.device_place.t_ns, issued_ns)
-        lasted_s = (looked_ns - since_ns) / 1e9
-        if lasted_s < self._patience_s(rank_calls, None if first is None else first.key):
+        key, issued_ns = None, rank_calls.box_summary.last_ns
+        if first is not None:
+            key, issued_ns = first.key, rank_calls.issued_ns(first.key, first.number)
+        lasted_s = (looked_ns - max(state.device_place.t_ns, issued_ns)) / 1e9
+        if lasted_s < self._patience_s(rank_calls, key):
             return None
         calls = (_call(rank_calls, record) for record in state.reached)
         reached = tuple(call for call in calls if call is not None)

@@ -135,11 +135,8 @@ def _exited(
 
 
 def _device_errors(context: Context, ranks: list[int]) -> dict[str, object]:
-    errors = {
-        rank: str(error)
-        for rank in ranks
-        if rank in context.by_rank and (error := context.exits.device_error(rank)) is not None
-    }
+    by_rank = {rank: context.exits.device_error(rank) for rank in ranks if rank in context.by_rank}
+    errors = {rank: str(error) for rank, error in by_rank.items() if error is not None}
     return {"device_errors": errors} if errors else {}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.place import Certainty, Place
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.rank_calls import RankCalls
@@ -109,11 +110,8 @@ def _certainty(context: Context, pending: PendingGroup, blame: _Blame) -> Certai
 
 def _pending_group(context: Context) -> PendingGroup | None:
     """The earliest group creation that ranks are in."""
-    inside = {
-        rank: made
-        for rank in context.by_rank
-        if (made := context.group_in_creation(rank)) is not None
-    }
+    creations = {rank: context.group_in_creation(rank) for rank in context.by_rank}
+    inside = {rank: made for rank, made in creations.items() if made is not None}
     if not inside:
         return None
     first = min(made.number for made in inside.values())
@@ -175,10 +173,9 @@ def _different_groups(context: Context) -> DifferentGroups | None:
         for rank, rank_calls in context.by_rank.items()
     }
     for number in sorted({number for made in creations.values() for number in made}):
-        cohorts: dict[GroupCall, list[int]] = {}
-        for rank, made in creations.items():
-            if number in made:
-                cohorts.setdefault(_group_call(made[number]), []).append(rank)
+        cohorts = grouped(
+            (_group_call(made[number]), rank) for rank, made in creations.items() if number in made
+        )
         if len(cohorts) > 1:
             largest_first = sorted(cohorts.items(), key=lambda cohort: -len(cohort[1]))
             return DifferentGroups(
