@@ -122,7 +122,9 @@ def call_table(clocks: Mapping[int, ClockCalls], lines: Mapping[int, Line]) -> C
         (stream, index) for index, clock in clocks.items() for stream in clock.streams
     )
     zero_ns = _zero_ns(clocks, lines)
-    parts: list[CallTable] = []
+    ints, floats = np.empty(0, np.int64), np.empty(0)
+    no_rows = (ints, ints, floats, floats, floats, ints, ints, np.empty(0, np.bool_))
+    parts = [CallTable(zero_ns, *no_rows)]
     calls = 0
     for number, (stream, sharing) in enumerate(clocks_of.items()):
         if len(sharing) < 2:
@@ -147,21 +149,13 @@ def call_table(clocks: Mapping[int, ClockCalls], lines: Mapping[int, Line]) -> C
             )
             parts.append(part)
         calls += len(numbers)
-    table = _joined(zero_ns, parts)
-    rows = np.flatnonzero(np.bincount(table.call, minlength=1)[table.call] > 1)
-    return table.at(rows[np.argsort(table.call[rows], kind="stable")])
-
-
-def _joined(zero_ns: int, parts: list[CallTable]) -> CallTable:
-    if not parts:
-        ints, floats = np.empty(0, np.int64), np.empty(0)
-        nothing = np.empty(0, np.bool_)
-        return CallTable(zero_ns, ints, ints, floats, floats, floats, ints, ints, nothing)
     columns: list[AnyArray] = [
         np.concatenate([getattr(part, column.name) for part in parts])
         for column in fields(CallTable)[1:]
     ]
-    return CallTable(zero_ns, *columns)
+    table = CallTable(zero_ns, *columns)
+    rows = np.flatnonzero(np.bincount(table.call, minlength=1)[table.call] > 1)
+    return table.at(rows[np.argsort(table.call[rows], kind="stable")])
 
 
 def _times(

@@ -97,75 +97,62 @@ def _in_common(x: ClockCalls, y: ClockCalls) -> list[_CommonCalls]:
     return common
 
 
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """Events that both clocks saw: how far y is ahead of x by each, and the bounds of that."""
-
-    t_ns: Times
-    ahead_ns: Times
-    least_ns: Times
-    most_ns: Times
-
-    def __len__(self) -> int:
-        return len(self.t_ns)
-
-    @classmethod
-    def join(cls, parts: list[tuple[Times, Times, Times, Times]]) -> _Samples:
-        if not parts:
-            return cls(*(np.empty(0, np.int64) for _ in range(4)))
-        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+# Events that both clocks saw, one in each column. The rows are the time, how far y is ahead of x by
+# the event, and the least and the most of that.
+_NO_SAMPLES: Times = np.empty((4, 0), np.int64)
 
 
-def _ends(common: list[_CommonCalls]) -> _Samples:
+def _ends(common: list[_CommonCalls]) -> Times:
     """Returns the ends of the collectives that wait."""
-    parts = []
+    parts = [_NO_SAMPLES]
     for calls in common:
         if not calls.stream.is_message:
             on = calls.x_waits & calls.y_waits
             x, x_next = calls.x_issued[on], calls.x_next[on]
             y, y_next = calls.y_issued[on], calls.y_next[on]
-            parts.append((y_next, y_next - x_next, y - x_next, y_next - x))
-    return _Samples.join(parts)
+            parts.append(np.stack([y_next, y_next - x_next, y - x_next, y_next - x]))
+    return np.concatenate(parts, axis=1)
 
 
-def _issues(common: list[_CommonCalls]) -> _Samples:
+def _issues(common: list[_CommonCalls]) -> Times:
     """Returns when calls were issued. These samples have no bounds."""
-    parts = []
+    parts = [_NO_SAMPLES]
     for calls in common:
         ahead = calls.y_issued - calls.x_issued
-        parts.append((calls.y_issued, ahead, ahead, ahead))
-    return _Samples.join(parts)
+        parts.append(np.stack([calls.y_issued, ahead, ahead, ahead]))
+    return np.concatenate(parts, axis=1)
 
 
 def compare(x: ClockCalls, y: ClockCalls, step_ns: float | None) -> Fit | None:
     """Returns how far clock `y` is ahead of clock `x`; None if they have no call in common."""
     common = _in_common(x, y)
     ends = _ends(common)
-    if len(ends):
+    if ends.size:
         is_sure = not any(calls.stream in x.unsure | y.unsure for calls in common)
         return _by_ends(ends, step_ns, is_sure=is_sure)
     by_messages = _by_messages(common, x)
     if by_messages is not None:
         return by_messages
     issues = _issues(common)
-    return _Centred(issues).loose_fit(step_ns) if len(issues) else None
+    return _Centred(issues).loose_fit(step_ns) if issues.size else None
 
 
 def shares_a_clock(x: ClockCalls, y: ClockCalls, step_ns: float | None) -> bool:
     """Whether two ranks of one host can have one clock."""
     common = _in_common(x, y)
     ends = _ends(common)
-    if len(ends):
-        is_violated = (ends.least_ns > _TOLERANCE_NS) | (ends.most_ns < -_TOLERANCE_NS)
+    if ends.size:
+        _, _, least, most = ends
+        is_violated = (least > _TOLERANCE_NS) | (most < -_TOLERANCE_NS)
         if is_violated.mean() <= _MOST_VIOLATIONS:
             return True
         # An offset that is not 0 satisfies the bounds.
         if _by_ends(ends, step_ns).quality is Quality.TIGHT:
             return False
-    samples = ends if len(ends) else _issues(common)
-    if not len(samples):
+    samples = ends if ends.size else _issues(common)
+    if not samples.size:
         return True
-    return abs(float(np.median(samples.ahead_ns))) <= max(_APART_NS, 3 * (step_ns or 0.0))
+    return abs(float(np.median(samples[1]))) <= max(_APART_NS, 3 * (step_ns or 0.0))
 
 
 # -- fits ------------------------------------------------------------------------------------------
@@ -175,12 +162,11 @@ class _Centred:
     """Samples as floats that are exact to a nanosecond: relative to the median time and to the
     first offset."""
 
-    def __init__(self, samples: _Samples) -> None:
-        self.zero_ns, self.base_ns = int(np.median(samples.t_ns)), int(samples.ahead_ns[0])
-        self.t = (samples.t_ns - self.zero_ns).astype(np.float64)
-        self.ahead = (samples.ahead_ns - self.base_ns).astype(np.float64)
-        self.least = (samples.least_ns - self.base_ns).astype(np.float64)
-        self.most = (samples.most_ns - self.base_ns).astype(np.float64)
+    def __init__(self, samples: Times) -> None:
+        t_ns, ahead_ns = samples[:2]
+        self.zero_ns, self.base_ns = int(np.median(t_ns)), int(ahead_ns[0])
+        self.t = (t_ns - self.zero_ns).astype(np.float64)
+        self.ahead, self.least, self.most = (samples[1:] - self.base_ns).astype(np.float64)
 
     def is_violated(self, offset: float, slope: float) -> bool:
         """Whether a line violates more bounds than calls that wait can explain."""
@@ -229,7 +215,7 @@ def _middle(
     return begin - slope * float(ends[0]), slope, float(np.abs(tops - bottoms).mean()) / 2
 
 
-def _by_ends(samples: _Samples, step_ns: float | None, *, is_sure: bool = False) -> Fit:
+def _by_ends(samples: Times, step_ns: float | None, *, is_sure: bool = False) -> Fit:
     centred = _Centred(samples)
     t, ahead, least, most = centred.t, centred.ahead, centred.least, centred.most
     slack = np.maximum(np.maximum(ahead - least, most - ahead), 0.0)
