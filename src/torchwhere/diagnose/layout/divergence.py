@@ -50,8 +50,8 @@ class CanonicalKey:
                 (b.name, b.count, self._number(b.node, meshes, seen)) for b in node.children
             ]
             facts = (
-                (node.cls, node.plan, node.same_as, node.note),
-                tuple(_unit_facts(unit, meshes) for unit in node.units),
+                tuple(_node_facts(node).values()),
+                tuple(tuple(_unit_facts(unit, meshes).items()) for unit in node.units),
                 tuple((param.name, *_param_facts(param, meshes).values()) for param in node.params),
                 tuple(_refolded(children)),
             )
@@ -86,9 +86,19 @@ def _mesh(number: int | None, meshes: tuple[Mesh, ...]) -> str:
     return f"{mesh.label} on {mesh.device}" if mesh.device else mesh.label
 
 
-def _unit_facts(unit: Unit, meshes: tuple[Mesh, ...]) -> tuple[tuple[str, str], ...]:
+def _node_facts(node: Node) -> dict[str, str]:
+    """The properties of a module that should be equal on all ranks, as text."""
+    return {
+        "class": node.cls or "none",
+        "plan": node.plan or "none",
+        "the same module as": node.same_as or "none",
+        "note": node.note or "none",
+    }
+
+
+def _unit_facts(unit: Unit, meshes: tuple[Mesh, ...]) -> dict[str, str]:
     """The properties of a unit that should be equal on all ranks, as text."""
-    facts = {
+    return {
         "unit": unit.kind,
         "mesh": _mesh(unit.mesh, meshes),
         "placements": ", ".join(unit.placements) or "none",
@@ -98,7 +108,6 @@ def _unit_facts(unit: Unit, meshes: tuple[Mesh, ...]) -> tuple[tuple[str, str], 
         **{f"{use} dtype": str(dtype) for use, dtype in unit.dtypes},
         **{str(name): str(value) for name, value in unit.settings},
     }
-    return tuple(facts.items())
 
 
 def _param_facts(param: Param, meshes: tuple[Mesh, ...]) -> dict[str, str]:
@@ -147,18 +156,7 @@ class _LayoutWalk:
 
     def _of_nodes(self, name: str, here: Node, there: Node) -> Iterator[LayoutDifference]:
         where = name or ROOT
-        own, other = (
-            {
-                "class": node.cls,
-                "plan": node.plan,
-                "the same module as": node.same_as,
-                "note": node.note,
-            }
-            for node in (here, there)
-        )
-        for what, value in own.items():
-            if value != other[what]:
-                yield LayoutDifference(where, what, value or "none", other[what] or "none")
+        yield from _of_facts(where, _node_facts(here), _node_facts(there))
         yield from self._of_units(where, here.units, there.units)
         yield from self._of_params(name, here.params, there.params)
         yield from self.of_children(name, here.children, there.children)
@@ -172,10 +170,8 @@ class _LayoutWalk:
                     name, "unit", unit.kind if unit else "none", other.kind if other else "none"
                 )
                 continue
-            own = dict(_unit_facts(unit, self.meshes_here))
-            yield from _of_facts(
-                f"{unit.kind} unit {name}", own, dict(_unit_facts(other, self.meshes_there))
-            )
+            own, others = _unit_facts(unit, self.meshes_here), _unit_facts(other, self.meshes_there)
+            yield from _of_facts(f"{unit.kind} unit {name}", own, others)
 
     def _of_params(
         self, above: str, here: tuple[Param, ...], there: tuple[Param, ...]
