@@ -42,28 +42,18 @@ AFTER_NS = 1_000  # a call ends this long after the last arrival
 # The thread number of steps. They have their own track: an optimizer may step within a phase.
 STEPS = -1
 
-_BEGINS = {
-    Kind.STEP_BEGIN: "step",
-    Kind.PHASE_BEGIN: "phase",
-    Kind.MODULE_ENTER: "module",
-    Kind.COMPILE_BEGIN: "compile",
-    Kind.CAPTURE_BEGIN: "capture",
-}
-_ENDS = {
-    Kind.STEP_END: "step",
-    Kind.PHASE_END: "phase",
-    Kind.MODULE_EXIT: "module",
-    Kind.COMPILE_END: "compile",
-    Kind.CAPTURE_END: "capture",
-}
 _INSTANTS = {Kind.START, Kind.END, Kind.OPTIMIZER, Kind.NOTE, Kind.EXCEPTION, Kind.REPLAY}
-_KEYS = {
-    "step": ("step",),
-    "phase": ("subject",),
-    "module": ("module", "call", "pass"),
-    "compile": ("subject",),
-    "capture": (),  # the end of a capture that failed has a subject of its own
+# The kinds of slices: the events that begin and end one, and the fields that both have in common.
+_SPANS: dict[str, tuple[Kind, Kind, tuple[str, ...]]] = {
+    "step": (Kind.STEP_BEGIN, Kind.STEP_END, ("step",)),
+    "phase": (Kind.PHASE_BEGIN, Kind.PHASE_END, ("subject",)),
+    "module": (Kind.MODULE_ENTER, Kind.MODULE_EXIT, ("module", "call", "pass")),
+    "compile": (Kind.COMPILE_BEGIN, Kind.COMPILE_END, ("subject",)),
+    # the end of a capture that failed has a subject of its own
+    "capture": (Kind.CAPTURE_BEGIN, Kind.CAPTURE_END, ()),
 }
+_BEGINS = {begin for begin, _, _ in _SPANS.values()}
+_NAMES = {kind: name for name, (begin, end, _) in _SPANS.items() for kind in (begin, end)}
 
 
 class Mark:
@@ -215,7 +205,7 @@ def _cut(span: Slice, begin_ns: int, end_ns: int) -> Slice | None:
 def _spans(box: Box, times: Times, end_ns: int) -> Iterator[Slice]:
     """Matches begin events with end events of the same thread. A step may end on another thread."""
     records, begun_ns = box.records, int(times.min(initial=end_ns))
-    at = np.flatnonzero(np.isin(records["kind"], [*_BEGINS, *_ENDS]))
+    at = np.flatnonzero(np.isin(records["kind"], list(_NAMES)))
     columns = {
         name: records[name][at].tolist()
         for name in ("kind", "thread", "step", "subject", "module", "call", "pass")
@@ -223,9 +213,9 @@ def _spans(box: Box, times: Times, end_ns: int) -> Iterator[Slice]:
     open_: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     for row, (index, t_ns) in enumerate(zip(at.tolist(), times[at].tolist(), strict=True)):
         kind, thread = Kind(columns["kind"][row]), columns["thread"][row]
-        name = _BEGINS.get(kind) or _ENDS[kind]
+        name = _NAMES[kind]
         own_thread = None if name == "step" else thread
-        key = (name, own_thread, *(columns[part][row] for part in _KEYS[name]))
+        key = (name, own_thread, *(columns[part][row] for part in _SPANS[name][2]))
         if kind in _BEGINS:
             open_.setdefault(key, []).append((t_ns, index, thread))
         elif begun := open_.get(key):
