@@ -22,6 +22,7 @@ from torchwhere.diagnose.device_time.job import JobDeviceTimes, device_times_of
 from torchwhere.diagnose.step_parts import JobStepParts, step_parts_of
 
 STEPS = PhaseKey((), True)
+_SUMMED = ("count", "total_ns", "self_ns", "running", "running_ns")  # over the ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +200,10 @@ def phases(run: BoxRun, *, ranks: set[int] | None = None) -> Phases:
 def table(sums: Mapping[int, tuple[Mapping[PhaseKey, PhaseSum], int]]) -> Phases:
     """The table of some ranks, from their sums and the time at which each sum was read."""
     by_rank = {rank: _times(of_rank, now_ns) for rank, (of_rank, now_ns) in sums.items()}
-    keys = [
-        key
-        for key in dict.fromkeys(key for times in by_rank.values() for key in times)
-        if key != STEPS
-    ]
     steps = {
-        rank: times.get(STEPS, PhaseTimes(0, 0, 0, 0, None)) for rank, times in by_rank.items()
+        rank: times.pop(STEPS, PhaseTimes(0, 0, 0, 0, None)) for rank, times in by_rank.items()
     }
+    keys = list(dict.fromkeys(key for times in by_rank.values() for key in times))
     watched_ns = sum(times.total_ns for times in steps.values())
     rows = []
     for key in _in_tree_order(keys):
@@ -253,15 +250,11 @@ def _running_ns(phase: PhaseSum, now_ns: int) -> int:
 
 def _added(by_rank: Mapping[int, PhaseTimes], watched_ns: int) -> PhaseTimes:
     times = by_rank.values()
-    total_ns = sum(rank_times.total_ns for rank_times in times)
+    sums = {name: sum(getattr(own, name) for own in times) for name in _SUMMED}
     return PhaseTimes(
-        count=sum(rank_times.count for rank_times in times),
-        total_ns=total_ns,
-        max_ns=max(rank_times.max_ns for rank_times in times),
-        self_ns=sum(rank_times.self_ns for rank_times in times),
-        share=total_ns / watched_ns if watched_ns else None,
-        running=sum(rank_times.running for rank_times in times),
-        running_ns=sum(rank_times.running_ns for rank_times in times),
+        **sums,
+        max_ns=max(own.max_ns for own in times),
+        share=sums["total_ns"] / watched_ns if watched_ns else None,
     )
 
 

@@ -246,13 +246,10 @@ class _Reader:
 
     def _facts(self, subject: int) -> _CallFacts:
         """The facts of a collective, computed once for each subject."""
-        facts = self.facts.get(subject)
-        if facts is None:
+        if subject not in self.facts:
             fields = self.box.value(subject)
-            facts = self.facts[subject] = self._new_facts(
-                fields if isinstance(fields, dict) else {}
-            )
-        return facts
+            self.facts[subject] = self._new_facts(fields if isinstance(fields, dict) else {})
+        return self.facts[subject]
 
     def _new_facts(self, fields: dict[str, Any]) -> _CallFacts:
         op, group, peer = str(fields.get("op")), str(fields.get("group")), fields.get("peer")
