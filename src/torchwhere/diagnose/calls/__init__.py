@@ -16,7 +16,7 @@ Entry point: `job_calls.load_calls` reads a folder and returns a `RunSummary` an
                                        RankCalls by rank: StreamCalls by stream
 
 A record names its signature (op, dtype, shapes, group ...) and its call site (module, pass, line
-...) by ids of its own box. An `Encoder` replaces them by its local ids (`ids.LocalIds`): equal
+...) by ids of its own box. An `Encoder` replaces them by its local ids (`keys.LocalIds`): equal
 things have equal ids in all boxes that one encoder reads. It sorts the calls of a rank by stream
 (`order.py`) and stores them in a `CallBatch`: arrays of all ranks, plus the meaning of each local
 id that is new. `JobCalls` translates the local ids of every encoder to `SharedIds`. From then on

@@ -2,9 +2,9 @@
 
 An `Encoder` takes boxes one after another and gives `CallBatch`es. A batch no longer needs its
 boxes and can be pickled: it takes about 10 bytes per collective. A box has its own table ids; the
-encoder replaces them by its local ids (`ids.py`). A batch also contains the meaning of the local
-ids that are new since the batch before. `job_calls.py` translates local ids to ids that all ranks
-share.
+encoder replaces them by its local ids (`keys.LocalIds`). A batch also contains the meaning of the
+local ids that are new since the batch before. `job_calls.py` translates local ids to ids that all
+ranks share.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torchwhere.core.arrays import AnyArray, Ints
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Place
-from torchwhere.diagnose.calls.ids import LocalIds
-from torchwhere.diagnose.calls.keys import CallSite, Signature, StreamKey
+from torchwhere.diagnose.calls.keys import CallSite, LocalIds, Signature, StreamKey
 from torchwhere.diagnose.calls.order import CallSorter, SortedCalls, narrow
 
 _SAME_MOMENT_NS = 1_000_000
@@ -159,7 +158,7 @@ class Encoder:
         self.decoded += len(records)
         groups = ids.groups_of(box)
         classes = self._sorter.classify(records)
-        own_pairs, keys = ids.pairs(box, records, classes, groups)
+        own_pairs, keys = ids.pairs(box, classes.examples, groups)
         calls = self._sorter.sort(records["extra"], classes, keys)
         counts = ids.counts(box, groups)
         columns, bases = _columns(box, calls)

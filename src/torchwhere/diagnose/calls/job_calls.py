@@ -23,12 +23,13 @@ from torchwhere.core.arrays import Ints
 from torchwhere.core.grouping import grouped
 from torchwhere.core.worker_pool import Progress, ProgressCounter, default_workers, run_jobs
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary
-from torchwhere.diagnose.calls.ids import IdMap, NewIds, SharedIds
 from torchwhere.diagnose.calls.keys import CallSite, Signature, StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.calls.stream_calls import (
     CallWindow,
     DecodedBatch,
+    IdMap,
+    SharedIds,
     StreamCalls,
     call_window,
 )
@@ -95,10 +96,8 @@ class JobCalls:
 
     def add_cut_box(self, box: Box) -> None:
         """Adds a box that was cut before its counts, or before the names of what they count."""
-        for summary in self._decoded(
-            self._own_encoder.encode([box]), _OWN_ENCODER
-        ).batch.rank_summaries:
-            self._add_unnamed(summary)
+        decoded = self._decoded(self._own_encoder.encode([box]), _OWN_ENCODER)
+        self._add_unnamed(decoded.batch.rank_summaries[0])
 
     def copy(self) -> JobCalls:
         """Returns a copy with the same ranks. Ranks added to it are not added to this one."""
@@ -113,8 +112,7 @@ class JobCalls:
 
     def _decoded(self, batch: CallBatch, encoder: int) -> DecodedBatch:
         id_map = self._id_maps.setdefault(encoder, IdMap())
-        new = NewIds(batch.groups, batch.signatures, batch.call_sites)
-        id_map.extend(new, self.shared_ids)
+        id_map.extend((batch.groups, batch.signatures, batch.call_sites), self.shared_ids)
         return DecodedBatch.decode(batch, id_map)
 
     def _rank_calls(self, rank: int, summary: RankSummary, decoded: DecodedBatch) -> RankCalls:

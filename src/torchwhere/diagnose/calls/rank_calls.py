@@ -19,9 +19,8 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import PASS_LABELS, Certainty, Place, line_fields
 from torchwhere.diagnose.calls.encode import RankSummary
-from torchwhere.diagnose.calls.ids import SharedIds
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.stream_calls import StreamCalls
+from torchwhere.diagnose.calls.stream_calls import SharedIds, StreamCalls
 
 _MOST_RANKS_SHOWN = 64
 

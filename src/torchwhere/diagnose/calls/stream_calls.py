@@ -1,23 +1,67 @@
-"""The collectives of one rank in one stream, as array views into a batch, with shared ids."""
+"""The collectives of one rank in one stream, as array views into a batch, with ids that all ranks
+of the job share. An `IdMap` translates the local ids of one encoder to them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 
+from torchwhere.blackbox.string_table import Group, json_value
 from torchwhere.core.arrays import AnyArray, Bools, Ints, Words
-from torchwhere.core.grouping import grouped
+from torchwhere.core.grouping import Interner, grouped
 from torchwhere.diagnose.calls import stream_calls
 from torchwhere.diagnose.calls.encode import CallBatch, RankSummary
-from torchwhere.diagnose.calls.ids import IdMap
-from torchwhere.diagnose.calls.keys import CallSite, Signature, StreamKey
+from torchwhere.diagnose.calls.keys import CallSite, NewValues, Signature, StreamKey
 
 # A packed id holds the shared signature id in its upper half, the shared site id in its lower half.
 _SIGNATURE_SHIFT = np.uint64(32)
 _SITE_MASK = np.uint64(0xFFFFFFFF)
+
+
+class SharedIds:
+    """Ids of groups, signatures and call sites that mean the same on all ranks of a job."""
+
+    def __init__(self) -> None:
+        self.groups = Interner[Group]()
+        self.signature_ids = Interner[tuple[str, str]]()
+        # id 0: a place that says nothing about the call (`CallSite.compared`)
+        self.site_ids = Interner[Any]([None])
+        # parses a JSON text once; callers must not change the result
+        self.parsed = cache(json_value)
+
+    def group(self, key: StreamKey) -> Group:
+        return self.groups[key.group]
+
+
+@dataclass(slots=True)
+class IdMap:
+    """Translates the local ids of one encoder to shared ids."""
+
+    groups: list[int] = field(default_factory=list)
+    signatures: list[Signature] = field(default_factory=list)  # by local id
+    call_sites: list[CallSite] = field(default_factory=list)  # by local id
+    # The shared id of local id i is at i + 1: a call of an unknown group has the local id -1.
+    signature_ids: Words = field(default_factory=lambda: np.zeros(1, np.uint64))
+    site_ids: Words = field(default_factory=lambda: np.zeros(1, np.uint64))
+    # for each signature, whether its call site is compared
+    has_site_id: Bools = field(default_factory=lambda: np.ones(1, np.bool_))
+
+    def extend(self, new_values: NewValues, shared: SharedIds) -> None:
+        """Adds the next local ids of the encoder."""
+        groups, signatures, call_sites = new_values
+        self.groups += map(shared.groups.id_of, groups)
+        self.signatures += signatures
+        self.call_sites += call_sites
+        signature_ids = [shared.signature_ids.id_of(own.signature_id) for own in signatures]
+        site_ids = [shared.site_ids.id_of(site.compared) for site in call_sites]
+        has_site_id = [not signature.is_bookkeeping for signature in signatures]
+        self.signature_ids = np.append(self.signature_ids, np.array(signature_ids, np.uint64))
+        self.site_ids = np.append(self.site_ids, np.array(site_ids, np.uint64))
+        self.has_site_id = np.append(self.has_site_id, np.array(has_site_id, np.bool_))
 
 
 @dataclass(frozen=True, slots=True)
