@@ -112,17 +112,8 @@ class CallBatch:
     call_sites: list[CallSite] = field(default_factory=list)
 
 
-class _Columns(NamedTuple):
-    """The arrays of one rank."""
-
-    codes: AnyArray
-    steps: AnyArray
-    records: AnyArray
-    ticks: AnyArray
-    delays: AnyArray
-
-
-_NO_CALLS = _Columns(*(np.empty(0, np.uint8) for _ in _Columns._fields))
+# the arrays of one rank: codes, steps, records, ticks, delays
+_Columns = tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray]
 
 
 class Encoder:
@@ -135,17 +126,16 @@ class Encoder:
 
     def encode(self, boxes: Iterable[Box]) -> CallBatch:
         summaries: list[RankSummary] = []
-        columns: list[_Columns] = []
+        nothing = np.empty(0, np.uint8)
+        columns: list[_Columns] = [(nothing, nothing, nothing, nothing, nothing)]
         pairs: list[tuple[int, int]] = []
         at = 0
         for box in boxes:
             summary, own_columns = self._encode(box, at, pairs)
             summaries.append(summary)
             columns.append(own_columns)
-            at += len(own_columns.codes)
-        codes, steps, records, ticks, delays = (
-            map(np.concatenate, zip(*columns, strict=True)) if columns else _NO_CALLS
-        )
+            at += len(own_columns[0])
+        codes, steps, records, ticks, delays = map(np.concatenate, zip(*columns, strict=True))
         table = np.array(pairs, np.int32).reshape(-1, 2)
         new = self._local_ids.take_new()
         return CallBatch(summaries, codes, steps, records, ticks, delays, table, *new)
@@ -186,7 +176,7 @@ def _columns(box: Box, calls: SortedCalls) -> tuple[_Columns, dict[str, Any]]:
     steps, step = narrow(records["step"][order])
     numbers, number = narrow(records["number"][order])
     ticks = ((times - start) // tick).astype(np.uint32)
-    columns = _Columns(calls.codes, steps, numbers, ticks, _delays(box, order, times))
+    columns = (calls.codes, steps, numbers, ticks, _delays(box, order, times))
     bases = {"record": number, "step": step, "start_ns": box.wall_ns(start), "tick_ns": tick}
     return columns, bases
 

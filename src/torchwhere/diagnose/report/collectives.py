@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchwhere.blackbox.file_format import NO_STEP
-from torchwhere.core.arrays import Bools, Times
+from torchwhere.core.arrays import Floats, Times
 from torchwhere.core.place import line_text, shown
 from torchwhere.core.results import plain, plain_fields
 from torchwhere.diagnose.calls.job_calls import JobCalls
@@ -70,7 +70,7 @@ class StreamRows:
     rows: tuple[CallRow, ...]
     ranks: tuple[int, ...]  # the rows of `late_ms`
     # for each rank and number: the time after the first arrival
-    late_ms: tuple[tuple[float | None, ...], ...]
+    late_ms: list[list[float | None]]
     bytes_per_step: tuple[tuple[int, int], ...]
     first_difference: dict[str, Any] | None
 
@@ -85,7 +85,7 @@ class StreamRows:
             "last": self.rows[-1].number,
             "window": str(self.window),
             "rows": plain(self.rows),
-            "matrix": {"ranks": list(self.ranks), "ms": plain(self.late_ms)},
+            "matrix": {"ranks": list(self.ranks), "ms": self.late_ms},
             **plain_fields(self, "bytes_per_step", "first_difference"),
         }
 
@@ -141,6 +141,8 @@ class _StreamReader:
         self._members = self._members or tuple(self._ranks)
         self._is_on_device = any(self._has_reached(calls) for calls in self._calls)
         self._times = self._column_times()
+        self._is_known = self._times != _NEVER
+        self._earliest = np.where(self._is_known, self._times, _LATEST)
 
     def _span(self, calls: StreamCalls) -> tuple[int, int]:
         """The numbers that are shown and that a rank still has, as a range."""
@@ -185,13 +187,11 @@ class _StreamReader:
         return ShownCalls(self._first, self._end - 1, issued, clocks, self._is_on_device)
 
     def _rows(self, mismatch: Mismatch | None) -> tuple[CallRow, ...]:
-        is_known = self._times != _NEVER
-        latest = np.where(is_known, self._times, _NEVER)
-        earliest = np.where(is_known, self._times, _LATEST)
-        first, last = earliest.argmin(axis=0).tolist(), latest.argmax(axis=0).tolist()
-        counts = is_known.sum(axis=0).tolist()
-        skew_ms = _milliseconds(latest.max(axis=0) - earliest.min(axis=0))
-        arrived, differs = self._arrived(), self._differs(is_known, mismatch)
+        first = self._earliest.argmin(axis=0).tolist()
+        last = self._times.argmax(axis=0).tolist()
+        counts = self._is_known.sum(axis=0).tolist()
+        skew_ms = _milliseconds(self._times.max(axis=0) - self._earliest.min(axis=0)).tolist()
+        arrived, differs = self._arrived(), self._differs(mismatch)
         rows = []
         for column, number in enumerate(range(self._first, self._end)):
             has_time = counts[column] > 0
@@ -241,7 +241,7 @@ class _StreamReader:
         counted: list[int] = arrived.tolist()
         return counted
 
-    def _differs(self, is_known: Bools, mismatch: Mismatch | None) -> list[bool]:
+    def _differs(self, mismatch: Mismatch | None) -> list[bool]:
         """For each number whether the ranks issued different calls, or the first mismatch is
         there."""
         differs = np.zeros(self._end - self._first, np.bool_)
@@ -250,7 +250,7 @@ class _StreamReader:
             calls.signature_id < 0 or calls.signature_id != self._calls[0].signature_id
             for calls in self._calls
         ):
-            for row, calls in zip(is_known, self._calls, strict=True):
+            for row, calls in zip(self._is_known, self._calls, strict=True):
                 low, high = self._span(calls)
                 if row.any():
                     own = signature_ids(calls.packed_ids(low, high))
@@ -270,30 +270,24 @@ class _StreamReader:
             return list(range(len(self._ranks)))
         culprit_set = set(self._culprits)
         culprits = [row for row, rank in enumerate(self._ranks) if rank in culprit_set]
-        is_known = self._times != _NEVER
-        middle = self._usual(is_known)
-        late = np.where(is_known, self._times - middle, 0).mean(axis=1)
+        late = np.where(self._is_known, self._times - self._usual(), 0).mean(axis=1)
         order = np.argsort(late, kind="stable").tolist()
         extremes = [row for pair in zip(reversed(order), order, strict=True) for row in pair]
         shown = dict.fromkeys([*culprits[: self._most_ranks // 2], *extremes])
         return sorted(list(shown)[: self._most_ranks])
 
-    def _usual(self, is_known: Bools) -> Times:
+    def _usual(self) -> Times:
         """The median arrival at each number."""
-        order = np.sort(np.where(is_known, self._times, _LATEST), axis=0)
-        middle = np.maximum(is_known.sum(axis=0) - 1, 0) // 2
+        order = np.sort(self._earliest, axis=0)
+        middle = np.maximum(self._is_known.sum(axis=0) - 1, 0) // 2
         median: Times = order[middle, np.arange(order.shape[1])]
         return median
 
-    def _late_ms(self, rows: list[int]) -> tuple[tuple[float | None, ...], ...]:
-        is_known = self._times != _NEVER
-        first = np.where(is_known, self._times, _LATEST).min(axis=0)
-        late = _milliseconds(np.where(is_known[rows], self._times[rows] - first, 0))
-        known = is_known[rows].tolist()
-        return tuple(
-            tuple(ms if is_there else None for ms, is_there in zip(late_row, row, strict=True))
-            for late_row, row in zip(late, known, strict=True)
-        )
+    def _late_ms(self, rows: list[int]) -> list[list[float | None]]:
+        late_ms = _milliseconds(self._times[rows] - self._earliest.min(axis=0)).astype(object)
+        late_ms[~self._is_known[rows]] = None
+        shown_ms: list[list[float | None]] = late_ms.tolist()
+        return shown_ms
 
     def _bytes_per_step(self) -> tuple[tuple[int, int], ...]:
         """The bytes of each step on the rank whose ring goes back furthest."""
@@ -317,6 +311,6 @@ class _StreamReader:
         return {"number": mismatch.number, "in": mismatch.aspect, "cohorts": cohorts}
 
 
-def _milliseconds(ns: Times) -> Any:
-    """As nested lists, rounded in one way: equal times stay equal."""
-    return (ns / 1e6).round(3).tolist()
+def _milliseconds(ns: Times) -> Floats:
+    """Rounded in one way: equal times stay equal."""
+    return (ns / 1e6).round(3)

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from torchwhere.blackbox.run import RunSummary, read_again
-from torchwhere.core.arrays import Floats, Times
-from torchwhere.core.results import Fact
+from torchwhere.core.results import Fact, plain_fields
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.device_time.job import JobDeviceTimes, device_times_of
-from torchwhere.diagnose.device_time.steps import MOST_STEPS, PARTS, DeviceSteps
+from torchwhere.diagnose.device_time.steps import MOST_STEPS, PARTS
 from torchwhere.diagnose.report.facts import NoDeviceTimes
-from torchwhere.diagnose.report.steps import rounded
+from torchwhere.diagnose.report.steps import by_step, rounded
 from torchwhere.diagnose.report.texts import milliseconds
 
 MOST_RANKS = 256
@@ -50,26 +49,19 @@ def device_json(times: JobDeviceTimes) -> dict[str, Any]:
         "steps": steps.tolist(),
         "ranks": ranks,
         "ms": {
-            part: [list(rounded(_row(own, part, steps))) for own in times.by_rank.values()]
+            part: [
+                list(rounded(by_step(steps, own.steps, getattr(own, f"{part}_ns"))))
+                for own in times.by_rank.values()
+            ]
             for part in TIMES
         },
         "usual": [
             {
                 "steps": step.steps,
                 **{part: milliseconds(getattr(step, f"{part}_ns")) for part in TIMES},
-                "waited_for": step.waited_for,
-                "waited_steps": step.waited_steps,
-                "open_calls": step.open_calls,
+                **plain_fields(step, "waited_for", "waited_steps", "open_calls"),
             }
             for step in usual
         ],
         "clocks": times.clocks,
     }
-
-
-def _row(own: DeviceSteps, part: str, steps: Times) -> Floats:
-    """The time of a part in each step; NaN for a step that the rank does not have."""
-    row = np.full(len(steps), np.nan)
-    is_shown = own.steps >= steps[0]
-    row[np.searchsorted(steps, own.steps[is_shown])] = getattr(own, f"{part}_ns")[is_shown]
-    return row

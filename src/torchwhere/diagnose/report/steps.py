@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchwhere.core.arrays import Floats
+from torchwhere.core.arrays import Floats, Ints
 from torchwhere.core.rank_text import ranks_text
 from torchwhere.core.results import plain_fields
 from torchwhere.diagnose.calls.job_calls import JobCalls
@@ -75,11 +75,7 @@ def steps(
         return Steps((), (), (), tuple(late_ranks))
     numbers = np.unique(np.concatenate([boxes[rank].steps for rank in ranks]))[-MOST_STEPS:]
     ranks = [rank for rank in ranks if boxes[rank].steps[-1] >= numbers[0]]
-    took = np.full((len(ranks), len(numbers)), np.nan)
-    for row, rank in zip(took, ranks, strict=True):
-        box = boxes[rank]
-        is_shown = box.steps >= numbers[0]
-        row[np.searchsorted(numbers, box.steps[is_shown])] = box.took_ns[is_shown]
+    took = np.stack([by_step(numbers, boxes[rank].steps, boxes[rank].took_ns) for rank in ranks])
     at = {rank: row for row, rank in enumerate(ranks)}
     return Steps(
         steps=tuple(numbers.tolist()),
@@ -87,6 +83,14 @@ def steps(
         median_ms=tuple(rounded(np.nanmedian(took, axis=0))),
         stragglers=tuple(dict.fromkeys([*late_ranks, *_slow(ranks, took)])),
     )
+
+
+def by_step(numbers: Ints, steps: Ints, took_ns: Ints) -> Floats:
+    """The times of a rank in the steps `numbers`; NaN for a step that the rank does not have."""
+    row = np.full(len(numbers), np.nan)
+    is_shown = steps >= numbers[0]
+    row[np.searchsorted(numbers, steps[is_shown])] = took_ns[is_shown]
+    return row
 
 
 def _late(job_calls: JobCalls, verdict: Verdict, clocks: HostClocks) -> list[int]:
