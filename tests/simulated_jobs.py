@@ -1,0 +1,250 @@
+"""Jobs of four ranks on an accelerator in software (`simulated_device.cpp`), each with one fault on
+rank 2.
+
+They are the jobs of `nccl_jobs.py` that need no CUDA: the CPU issues work and continues, a stream
+executes it in order, and a collective ends when all ranks have reached it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nccl_jobs import FAULTY_STEP, VICTIM, Expected
+
+DEVICE = "simulated"
+KERNEL_S = 0.002
+SIZE = 32
+JOBS: dict[str, tuple[Callable[[], None], Expected]] = {}
+
+
+def job(
+    kind: str, *, culprits: tuple[int, ...] = (VICTIM,), on_device: bool = False
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        JOBS[function.__name__] = function, Expected(kind, culprits, on_device)
+        return function
+
+    return register
+
+
+def load_device(library: Path) -> Any:
+    """Make the accelerator known to torch. Returns the functions that control it."""
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    sys.path.insert(0, str(library.parent))
+    import simulated_device
+
+    module = ModuleType(f"torch.{DEVICE}")
+    module.__dict__.update(is_initialized=simulated_device.is_initialized)
+    torch._register_device_module(DEVICE, module)
+    return simulated_device
+
+
+def join_group(device: Any, folder: Path) -> None:
+    """Join the process group of the job. Its ranks meet in files in this folder."""
+
+    def create(options: Any, _: object) -> Any:
+        path = folder / f"group-{options.group_id}"
+        return device.collectives(options.group_rank, options.group_size, str(path))
+
+    dist.Backend.register_backend(DEVICE, create, extended_api=True, devices=[DEVICE])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group(DEVICE, store=store, rank=rank, world_size=world_size)
+
+
+class Block(nn.Module):
+    """Launches a kernel that takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        accelerator().kernel(KERNEL_S)
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def accelerator() -> Any:
+    return sys.modules["simulated_device"]
+
+
+def buffer(size: int = 1 << 12) -> torch.Tensor:
+    return torch.empty(size, device=DEVICE)
+
+
+def ddp() -> nn.Module:
+    """A model with a bucket for each block. Its collectives transfer nothing, so DDP must not
+    compare the parameters of the ranks at the start."""
+    model = nn.Sequential(Block(), Block()).to(DEVICE)
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005, init_sync=False)
+
+
+def train(at_step: Callable[[int], None] = lambda step: None) -> None:
+    """Train; the victim calls `at_step` between forward and backward. The CPU waits for the device
+    only in the first steps."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    rows, total = torch.ones(2, SIZE, device=DEVICE), buffer(1)
+    for step in range(5000):
+        loss = model(rows).sum()
+        if dist.get_rank() == VICTIM:
+            at_step(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        if step < 4:
+            accelerator().synchronize()
+        time.sleep(0.05)
+
+
+def once(fault: Callable[[], None]) -> Callable[[int], None]:
+    return lambda step: fault() if step == FAULTY_STEP else None
+
+
+def is_faulty(step: int) -> bool:
+    return dist.get_rank() == VICTIM and step == FAULTY_STEP
+
+
+def pause() -> None:
+    import torchwhere
+
+    torchwhere.step()
+    time.sleep(0.05)
+
+
+# -- healthy ---------------------------------------------------------------------------------------
+
+
+@job("healthy", culprits=())
+def healthy() -> None:
+    train()
+
+
+@job("healthy", culprits=())
+def healthy_far_ahead() -> None:
+    """The CPU issues 1,000 collectives while the device is busy, again and again."""
+    x = buffer()
+    for _ in range(1000):
+        accelerator().kernel(1.0)
+        for _ in range(1000):
+            dist.all_reduce(x)
+        pause()
+        accelerator().synchronize()
+
+
+# -- on the device ---------------------------------------------------------------------------------
+
+
+@job("missing", on_device=True)
+def endless_kernel() -> None:
+    """A kernel that does not end; the CPU goes on."""
+    train(once(lambda: accelerator().endless_kernel()))
+
+
+@job("missing", on_device=True)
+def endless_pipeline() -> None:
+    """Messages from rank to rank; one device never gets to its next send."""
+    rank, x = dist.get_rank(), buffer()
+    for step in range(2000):
+        if rank > 0:
+            dist.recv(x, rank - 1)
+        if is_faulty(step):
+            accelerator().endless_kernel()
+        if rank < dist.get_world_size() - 1:
+            dist.send(x, rank + 1)
+        pause()
+
+
+@job("deadlock", on_device=True)
+def opposite_groups() -> None:
+    """Two groups on one stream, used in the other order by one rank."""
+    ranks = list(range(dist.get_world_size()))
+    one, other = dist.new_group(ranks), dist.new_group(ranks)
+    x = buffer()
+    for step in range(2000):
+        for group in (other, one) if is_faulty(step) else (one, other):
+            dist.all_reduce(x, group=group)
+        pause()
+
+
+@job("straggler", on_device=True)
+def slow_device() -> None:
+    """A device that is slow in each step; its CPU is not."""
+    train(lambda step: accelerator().kernel(0.2))
+
+
+# -- on the CPU ------------------------------------------------------------------------------------
+
+
+@job("missing")
+def stuck_cpu() -> None:
+    train(once(lambda: time.sleep(600)))
+
+
+@job("missing")
+def stopped() -> None:
+    train(once(lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+
+
+@job("dead")
+def killed() -> None:
+    train(once(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+@job("mismatch")
+def wrong_size() -> None:
+    """One collective of half the size."""
+    whole, half = buffer(1 << 12), buffer(1 << 11)
+    for step in range(2000):
+        dist.all_reduce(half if is_faulty(step) else whole)
+        pause()
+
+
+@job("mismatch")
+def skipped() -> None:
+    """One collective fewer, beside a group of half the ranks, with a CPU that runs far ahead."""
+    rank, x = dist.get_rank(), buffer()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for step in range(2000):
+        dist.all_reduce(x, group=halves[rank // 2])
+        if not is_faulty(step):
+            dist.all_reduce(x)
+        pause()
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+def main(name: str, library: str, folder: str, seconds: float) -> None:
+    """Run a job on this rank and exit after some seconds, if it has not ended by then."""
+    import torchwhere
+
+    torch.set_num_threads(1)
+    device = load_device(Path(library))
+    join_group(device, Path(folder))
+    threading.Thread(target=_exit_after, args=(seconds,), daemon=True).start()
+    torchwhere.start(out=Path(folder) / "run")
+    JOBS[name][0]()
+
+
+def _exit_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]))

@@ -1,0 +1,459 @@
+"""Device progress on an accelerator that is not CUDA: the native marks, and verdicts on jobs of four
+ranks, live and after a kill.
+
+The accelerator is software (`simulated_device.cpp`), so these tests run on every machine. What only
+NCCL and CUDA can show is in `test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import torchwhere
+from simulated_jobs import JOBS
+from torchwhere.blackbox.device import device_times
+from torchwhere.blackbox.reader import read_box
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.native import build as building
+from torchwhere.pipeline.verdict import diagnose_folder
+from warm_python import Program, WarmPython
+
+HERE = Path(__file__).parent
+MOST_PENDING, MOST_LANES = 4096, 7  # as in device_events.h
+STALL_S = 4.0
+FOUND_S = 60.0  # a verdict is there after this long
+HEALTHY_S = 12.0  # a job without a fault is judged after this long
+PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+import torch, torch.distributed as dist, torchwhere
+from simulated_jobs import buffer, join_group, load_device
+from torchwhere.native.load import native
+
+library, folder = Path(sys.argv[1]), Path(sys.argv[2])
+sim, part = load_device(library), native()
+
+def settle(count):
+    "Wait until the harvester has seen so many marks."
+    deadline = time.monotonic() + 60
+    while part.device_status()["harvested"] < count:
+        assert time.monotonic() < deadline, part.device_status()
+        time.sleep(0.01)
+
+"""
+
+
+class Tools(NamedTuple):
+    """Starts programs that use the accelerator and the native extension."""
+
+    warm: WarmPython
+    library: Path  # the accelerator
+    env: dict[str, str]
+
+    def run(self, code: str, folder: Path) -> Any:
+        """Run a program to its end. Returns what it prints as JSON."""
+        done = self.warm.run(
+            "-c", PROGRAM + code, self.library, folder, HERE, cwd=folder, env=self.env, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert "hook" not in done.stderr, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def tools(warm: WarmPython, library: Path, tmp_path_factory: pytest.TempPathFactory) -> Tools:
+    shared = tmp_path_factory.mktemp("device") / "simulated_device.so"
+    command = building._command(building.check_tools(), "c++20", shared)
+    source = command.index(str(building.SOURCES / "native.cpp"))
+    command[source] = str(HERE / "simulated_device.cpp")
+    subprocess.run([*command, "-ltorch_python", "-ltorch"], check=True, timeout=400)
+    settings = {"TORCHWHERE_NATIVE": "1", "XDG_CACHE_HOME": str(library.parent.parent)}
+    ranks = {"RANK": "0", "WORLD_SIZE": "1"}
+    return Tools(warm, shared, os.environ | settings | ranks)
+
+
+# -- marks -----------------------------------------------------------------------------------------
+
+
+def test_collectives_have_the_times_of_the_device(tools: Tools, tmp_path: Path) -> None:
+    """A collective behind a kernel of 0.3 s is reached 0.3 s after its issue. If it runs on the
+    current stream, it is done after that; an asynchronous one has no such time."""
+    tools.run(
+        """
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    for is_async in (False, True):
+        dist.all_reduce(x)
+        sim.synchronize()
+        sim.kernel(0.3)
+        dist.all_reduce(x, async_op=is_async)
+        sim.synchronize()
+        torchwhere.step()
+    settle(7)
+print("{}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    reached_ns, done_ns = (
+        times[box.records["kind"] == int(Kind.COLLECTIVE)] for times in device_times(box)
+    )
+    issued_ns = box.records["t_ns"][box.records["kind"] == int(Kind.COLLECTIVE)]
+    delays_s = (reached_ns - issued_ns) / 1e9
+    assert (delays_s[1::2] >= 0.29).all(), delays_s
+    assert (delays_s[1::2] >= delays_s[::2] + 0.2).all(), delays_s
+    assert (done_ns[:3] >= reached_ns[:3]).all()
+    assert done_ns[3] == 0
+
+
+def test_the_number_of_events_is_bounded(tools: Tools, tmp_path: Path) -> None:
+    """If the device hangs, marks stop when all events are in use. When it continues, all of them
+    are read, and marks continue."""
+    stuck, free, after = tools.run(
+        f"""
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    settle(2)
+    sim.endless_kernel()
+    for _ in range({MOST_PENDING}):
+        dist.all_reduce(x)
+    stuck = part.device_status()
+    sim.release()
+    settle(stuck["marked"])
+    free = part.device_status()
+    dist.all_reduce(x)
+    settle(stuck["marked"] + 2)
+    after = part.device_status()
+print(json.dumps([stuck, free, after]))
+""",
+        tmp_path,
+    )
+    # one event is the base of the device's clock
+    assert MOST_PENDING - 1 <= stuck["marked"] - stuck["harvested"] <= MOST_PENDING
+    assert stuck["skipped"] >= MOST_PENDING
+    assert free["harvested"] == stuck["marked"]
+    assert after["skipped"] == stuck["skipped"]
+    assert after["problem"] == ""
+
+
+def test_streams_beyond_the_limit_are_counted(tools: Tools, tmp_path: Path) -> None:
+    """Each stream of each device has its own lane. Marks on further streams are skipped."""
+    status = tools.run(
+        f"""
+join_group(sim, folder)
+x = [buffer(), torch.empty(1, device="simulated:1")]
+with torchwhere.watch(out=folder / "run"):
+    for stream in range({MOST_LANES + 2}):
+        sim.set_stream(stream // 2)
+        dist.all_reduce(x[stream % 2])
+    settle(2 * {MOST_LANES})
+    status = part.device_status()
+print(json.dumps(status))
+""",
+        tmp_path,
+    )
+    assert status["skipped"] == 4
+    assert status["marked"] == 2 * MOST_LANES
+
+
+def test_nothing_is_marked_during_a_capture(tools: Tools, tmp_path: Path) -> None:
+    """While a stream is captured into a graph, torchwhere records no event on it."""
+    before, during, after = tools.run(
+        """
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    counts = [part.device_status()]
+    for is_captured in (True, False):
+        sim.capture(is_captured)
+        dist.all_reduce(x)
+        counts.append(part.device_status())
+print(json.dumps(counts))
+""",
+        tmp_path,
+    )
+    assert (during["marked"], during["captured"]) == (before["marked"], 2)
+    assert (after["marked"], after["captured"]) == (before["marked"] + 2, 2)
+
+
+def test_a_watch_does_not_initialize_the_device(tools: Tools, tmp_path: Path) -> None:
+    """torchwhere sets no mark before the job itself uses the device: not at modules, and not at
+    steps. Afterwards it does, also without collectives."""
+    before, is_initialized, after = tools.run(
+        """
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with torchwhere.watch(out=folder / "run"):
+    for step in range(8):
+        if step == 4:
+            before, is_initialized = part.device_status()["marked"], sim.is_initialized()
+            sim.initialize()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        time.sleep(0.5 if step >= 4 else 0)  # once a second Python records a step
+    after = part.device_status()["marked"]
+print(json.dumps([before, is_initialized, after]))
+""",
+        tmp_path,
+    )
+    assert (before, is_initialized) == (0, False)
+    assert after >= 4
+
+
+def test_a_lost_device_is_left_alone(tools: Tools, tmp_path: Path) -> None:
+    """After an error of the device nothing asks it again. The job continues, and a line in the log
+    says why the progress is not recorded any more."""
+    asked, text, lines = tools.run(
+        """
+import logging
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("torchwhere").addHandler(handler)
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    settle(2)
+    sim.lose()
+    dist.all_reduce(x)
+    deadline = time.monotonic() + 60
+    while not part.device_status()["problem"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    asked = sim.queries()
+    for _ in range(20):
+        dist.all_reduce(x)
+        torchwhere.step()
+        time.sleep(0.01)
+    asked = sim.queries() - asked
+    text = str(torchwhere.where(device=True))
+print(json.dumps([asked, text, lines]))
+""",
+        tmp_path,
+    )
+    assert asked == 0
+    assert "21 collectives issued since it was looked at" in text
+    (line,) = lines
+    assert line.startswith("torchwhere: an error of the device ended the record of its progress")
+    assert "the device was lost" in line
+    assert len(read_box(tmp_path / "run" / "rank0.box").records) > 40
+
+
+def test_unknown_progress_is_reported(tools: Tools, tmp_path: Path) -> None:
+    """Without the native extension nothing is marked. The verdict says for any accelerator that the
+    progress of the device is not known; it does not say it of collectives on the CPU."""
+    for name, device in (("device", "simulated"), ("cpu", "cpu")):
+        folder = tmp_path / name
+        folder.mkdir()
+        tools._replace(env=tools.env | {"TORCHWHERE_NATIVE": "0"}).run(
+            f"""
+if "{device}" == "cpu":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+else:
+    join_group(sim, folder)
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(torch.empty(4, device="{device}"))
+print("{{}}")
+""",
+            folder,
+        )
+        missing = diagnose_folder(folder / "run").missing_data
+        told = "device progress of rank 0: only what the CPUs issued was compared" in missing
+        assert told == (device == "simulated"), missing
+
+
+def test_a_blocked_driver_blocks_nothing(tools: Tools, tmp_path: Path) -> None:
+    """If a query of the device does not return, the job continues, the watch ends, and a second
+    watch works without device progress."""
+    seconds, first, second = tools.run(
+        """
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    settle(2)
+    sim.block_queries(True)
+    for _ in range(50):
+        dist.all_reduce(x)
+        time.sleep(0.002)
+    begin = time.monotonic()
+seconds = time.monotonic() - begin
+first = part.device_status()
+with torchwhere.watch(out=folder / "second"):
+    dist.all_reduce(x)
+second = part.device_status()
+sim.block_queries(False)
+print(json.dumps([seconds, first, second]))
+""",
+        tmp_path,
+    )
+    assert seconds < 30
+    assert first["marked"] > first["harvested"]
+    assert second["marked"] == first["marked"]
+    for name in ("run", "second"):
+        kinds = read_box(tmp_path / name / "rank0.box").records["kind"]
+        assert np.count_nonzero(kinds == int(Kind.COLLECTIVE)) == (51 if name == "run" else 1)
+
+
+def test_a_forked_child_does_not_touch_the_device(tools: Tools, tmp_path: Path) -> None:
+    """A process that a job forks neither marks nor polls; the parent continues to do both."""
+    child, marked, status = tools.run(
+        """
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    settle(2)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        queries = sim.queries()
+        torch.nn.Linear(2, 2)(torch.ones(2))
+        torchwhere.step()
+        time.sleep(0.2)
+        os.write(writing, json.dumps([sim.queries() - queries, part.device_status()]).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    child = json.loads(os.read(reading, 4096))
+    marked = part.device_status()["marked"]
+    dist.all_reduce(x)
+    settle(marked + 2)
+    status = part.device_status()
+print(json.dumps([child, marked, status]))
+""",
+        tmp_path,
+    )
+    queries, of_child = child
+    assert (queries, of_child["marked"], of_child["problem"]) == (0, 0, "a forked process")
+    assert (status["marked"], status["problem"]) == (marked + 2, "")
+
+
+def test_a_second_watch_marks_again(tools: Tools, tmp_path: Path) -> None:
+    """The events of a watch are free for the next one, and the thread that reads them ends with
+    each watch."""
+    statuses, threads = tools.run(
+        """
+join_group(sim, folder)
+x, statuses, threads = buffer(), [], []
+dist.all_reduce(x)  # starts the threads of the device
+before = len(os.listdir("/proc/self/task"))
+for number in range(3):
+    with torchwhere.watch(out=folder / f"run{number}"):
+        dist.all_reduce(x)
+        settle(2)
+        statuses.append(part.device_status())
+    deadline = time.monotonic() + 30
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    threads.append(len(os.listdir("/proc/self/task")) - before)
+print(json.dumps([statuses, threads]))
+""",
+        tmp_path,
+    )
+    assert [(status["marked"], status["problem"]) for status in statuses] == [(2, "")] * 3
+    assert threads == [0, 0, 0]
+
+
+def test_ddp_on_a_thread_of_the_device(tools: Tools, tmp_path: Path) -> None:
+    """Backward runs in a thread of the device, without a Python stack. The reductions of DDP have
+    their parameters, their line and the time when the device reached them all the same."""
+    names = tools.run(
+        """
+from simulated_jobs import ddp
+join_group(sim, folder)
+model = ddp()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+rows = torch.ones(2, 32, device="simulated")
+with torchwhere.watch(out=folder / "run"):
+    for _ in range(6):
+        model(rows).sum().backward()
+        optimizer.step()
+    settle(part.device_status()["marked"])
+print(json.dumps(sorted(name for name, _ in model.module.named_parameters())))
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    reached_ns = device_times(box)[0][box.records["kind"] == int(Kind.COLLECTIVE)]
+    assert (reached_ns > 0).all()
+    events = [
+        event.to_dict()
+        for event in torchwhere.read_run(tmp_path / "run").events(kinds={"collective"})
+    ]
+    for step in range(6):
+        reductions = [e for e in events if e["step"] == step and e["pass"] == "backward"]
+        assert sorted(name for event in reductions for name in event["for"]) == names
+        assert all(event["line"].startswith("<string>:") for event in reductions)
+        assert all(event["thread"] != "MainThread" for event in reductions)
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, tools: Tools, tmp_path: Path) -> Iterator[list[Program]]:
+    """The four ranks of a job."""
+    program = (HERE / "simulated_jobs.py", request.param, tools.library, tmp_path, 2 * FOUND_S)
+    ranks = [
+        tools.warm.start(*program, env=tools.env | {"RANK": str(rank), "WORLD_SIZE": "4"})
+        for rank in range(4)
+    ]
+    yield ranks
+    for rank in ranks:
+        rank.kill(signal.SIGKILL)
+        rank.end()
+
+
+def verdict_of(run: Path, kind: str) -> Verdict:
+    """The first verdict of this kind, or the last of another one."""
+    until = time.monotonic() + (HEALTHY_S if kind == "healthy" else FOUND_S)
+    verdict = None
+    while time.monotonic() < until or verdict is None:
+        time.sleep(1)
+        try:
+            verdict = diagnose_folder(run, stall_s=STALL_S)
+        except TorchwhereError:  # no rank has started
+            assert time.monotonic() < until
+            continue
+        if verdict.kind == kind and kind != "healthy":
+            break
+    return verdict
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", JOBS, indirect=True)
+def test_fault(request: pytest.FixtureRequest, ranks: list[Program], tmp_path: Path) -> None:
+    """The doctor names the fault and the rank, while the job runs and after it was killed."""
+    expected = JOBS[request.node.callspec.params["ranks"]][1]
+    live = verdict_of(tmp_path / "run", expected.kind)
+    assert (live.kind, live.culprits) == (expected.kind, expected.culprits), live
+    assert bool(live.facts.get("on_device")) == expected.on_device, live
+    for rank in ranks:
+        rank.kill(signal.SIGKILL)
+    while any(rank.runs() for rank in ranks):
+        time.sleep(0.05)
+    if expected.kind == "straggler":
+        return
+    after_kill = diagnose_folder(tmp_path / "run", stall_s=STALL_S)
+    kinds = {"dead"} if expected.kind == "healthy" else {expected.kind}
+    if expected.kind == "dead":  # without a monitor, a process that ended looks like one that hung
+        kinds.add("missing")
+    assert after_kill.kind in kinds, after_kill
+    assert after_kill.culprits == expected.culprits, after_kill
