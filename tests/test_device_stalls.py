@@ -1,11 +1,14 @@
-"""Devices that do not progress although no collective is pending on them."""
+"""Devices that do not progress: which of them hang, and which only wait."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from device_boxes import DeviceBox, S
+from torchwhere.blackbox import file_format
+from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_ON_DEVICE, EntryType
 from torchwhere.core.events import Kind
+from torchwhere.core.place import Pass
 from torchwhere.pipeline.verdict import diagnose_folder
 
 
@@ -55,3 +58,108 @@ def test_an_idle_device(tmp_path: Path) -> None:
     verdict = diagnose_folder(tmp_path, stall_s=5)
     assert verdict.culprits == ()
     assert not verdict.facts.get("on_device")
+
+
+# -- asynchronous collectives of several groups, and ranks without data ----------------------------
+
+
+class JobBox(DeviceBox):
+    """The box of a rank in several groups, whose device was last looked at after 130 s."""
+
+    def __init__(self, folder: Path, rank: int, groups: dict[str, list[int]]) -> None:
+        super().__init__(folder / f"rank{rank}.box", rank=rank, world_size=len(groups["world"]))
+        self.box.record(Kind.START, 99 * S)
+        self.streams: dict[str, list[int]] = {}  # signature, counter, count
+        for name, ranks in groups.items():
+            if rank in ranks:
+                entry = self._json(EntryType.GROUP, name=name, ranks=ranks, backend="nccl")
+                signature = self._json(EntryType.COLLECTIVE, op="all_reduce", group=name)
+                self.streams[name] = [signature, self.box.counter_at((entry, -1, -1)) or 0, 0]
+
+    def call(self, group: str, at_s: float, *, reached: bool = True, is_async: bool = False) -> int:
+        """Issue an all_reduce, which the device reaches 10 ms later. Returns its record."""
+        signature, counter, count = self.streams[group]
+        flags = FLAG_ON_DEVICE | (FLAG_ASYNC if is_async else 0)
+        ids = (self.module, 0, self.line, 0, signature, 0, 0, count)
+        t_ns = int(at_s * S)
+        record = self.box.record(Kind.COLLECTIVE, t_ns, Pass.BACKWARD, flags, 0, 4, *ids)
+        self.streams[group][2] += 1
+        self.box.words[counter + file_format.COUNTER_COUNT] = count + 1
+        self.box.words[counter + file_format.COUNTER_TIME] = t_ns
+        self.box.words[counter + file_format.COUNTER_RECORD] = record
+        if reached:
+            self.counter = counter
+            self.reach(record, at_s=at_s + 0.01)
+        return record
+
+    def stall(self, record: int, at_s: float, *, first_unreached: int | None = None) -> None:
+        """Let the device hang after the mark of a record."""
+        next_record = 0 if first_unreached is None else first_unreached + 1
+        self.lane(
+            place=self.place(),
+            time=int((at_s + 0.01) * S),
+            step=4,
+            record=record + 1,
+            pending=1,
+            next_place=self.place(),
+            next_record=next_record,
+        )
+        self.look(130)
+        self.cpu(step=4, at_s=102)
+        self.box.beat(130 * S)
+        self.box.close()
+
+
+GROUPS = {"world": [0, 1, 2, 3], "tp0": [0, 1], "tp1": [2, 3]}
+
+
+def test_an_open_collective_of_another_group(tmp_path: Path) -> None:
+    """The device of rank 3 hangs before an asynchronous collective of all ranks. The others have
+    reached it and a later one of their own group, and wait: only rank 3 is named."""
+    for rank in range(4):
+        box, own = JobBox(tmp_path, rank, GROUPS), "tp0" if rank < 2 else "tp1"
+        box.call("world", 100)
+        before = box.call(own, 100.1)
+        if rank == 3:
+            first = box.call("world", 101, reached=False, is_async=True)
+            box.call(own, 101.1, reached=False)
+            box.stall(before, 100.1, first_unreached=first)
+        else:
+            box.call("world", 101, is_async=True)
+            box.stall(box.call(own, 101.1), 101.1)
+    verdict = diagnose_folder(tmp_path, stall_s=5)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (3,), "exact")
+    assert sorted(verdict.facts["waiting_devices"]) == [0, 1, 2]
+
+
+def test_the_first_of_several_open_collectives(tmp_path: Path) -> None:
+    """Of several asynchronous collectives that the device has reached, the verdict names the first
+    that the other rank has not reached."""
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1]})
+        before = box.call("world", 100)
+        records = [
+            box.call("world", 101 + part / 100, reached=rank == 0, is_async=True)
+            for part in range(3)
+        ]
+        if rank == 0:
+            box.stall(records[-1], 101.02)
+        else:
+            box.stall(before, 100, first_unreached=records[0])
+    verdict = diagnose_folder(tmp_path, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("missing", (1,))
+    waiting = next(line for line in verdict.explanation if "waiting on the device" in line)
+    assert waiting == '  waiting on the device: rank 0, in all_reduce, #1 of group "world"'
+
+
+def test_a_rank_without_data(tmp_path: Path) -> None:
+    """Devices that may wait for a rank without a box are not blamed: the verdict names that rank,
+    and is not certain."""
+    for rank in range(3):
+        box = JobBox(tmp_path, rank, GROUPS)
+        box.call("tp0" if rank < 2 else "tp1", 100)
+        record = box.call("world", 101)
+        box.stall(record, 101)
+    verdict = diagnose_folder(tmp_path, stall_s=5)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (3,), "inferred")
+    assert "There is no data for rank 3." in "\n".join(verdict.explanation)

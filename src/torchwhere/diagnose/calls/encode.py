@@ -32,7 +32,7 @@ from torchwhere.diagnose.calls.order import CallSorter, SortedCalls, narrow
 _SAME_MOMENT_NS = 1_000_000
 _LINES = 64  # the last records that are searched for a line
 _MOST_EVENTS = 4  # of one kind
-_LAST_RECORDS = 256  # in which collectives are looked for
+_LAST_CALLS = 256  # that show whether a rank uses an accelerator
 _MOST_DELAY_US = (1 << 32) - 2
 _MOST_GROUP_CREATIONS = 16
 
@@ -251,9 +251,8 @@ def _state(box: Box) -> dict[str, Any]:
 
 def _uses_device(box: Box) -> bool:
     """Whether one of the last collectives ran on an accelerator."""
-    last = box.records[-_LAST_RECORDS:]
-    on_device = last["flags"] & FLAG_ON_DEVICE != 0
-    return bool((on_device & (last["kind"] == int(Kind.COLLECTIVE))).any())
+    rows = np.flatnonzero(box.records["kind"] == int(Kind.COLLECTIVE))[-_LAST_CALLS:]
+    return bool((box.records["flags"][rows] & FLAG_ON_DEVICE).any())
 
 
 def _last_of(box: Box, kind: Kind) -> tuple[Event, ...]:

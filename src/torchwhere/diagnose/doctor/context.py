@@ -34,7 +34,6 @@ _UNSEEN_S = 2.0  # a stall may be this much longer than monitor or heartbeats sh
 # a blocked rank has saved its stack, and a snapshot of the others, by then
 _TIME_TO_TELL_S = 3.0
 _HEARTBEAT_STOPPED_S = 3.0
-_DEVICE_UNSEEN_NS = 5_000_000_000  # a device is looked at 50 times a second
 
 
 @dataclass(frozen=True)
@@ -322,21 +321,6 @@ class Context:
         """Where the device of a rank is, beside its CPU; None if that is not known."""
         state = self.by_rank[rank].rank_summary.device
         return replace(state.device_place, cpu=self.place(rank)) if state is not None else None
-
-    @cached_property
-    def unknown_devices(self) -> list[int]:
-        """Ranks that use an accelerator and whose device progress is not known: nothing was marked,
-        or torchwhere looked at the device long before the last heartbeat of the rank."""
-        return [
-            rank
-            for rank, rank_calls in self.by_rank.items()
-            if rank_calls.rank_summary.uses_device and not self._was_device_seen(rank_calls)
-        ]
-
-    def _was_device_seen(self, rank_calls: RankCalls) -> bool:
-        state, beat_ns = rank_calls.rank_summary.device, rank_calls.box_summary.beat_ns
-        looked_ns = state.device_place.looked_ns if state is not None else 0
-        return looked_ns > 0 and beat_ns - looked_ns <= _DEVICE_UNSEEN_NS
 
     def detail(self, rank: int, *, blocked: Collection[int] = ()) -> Detail | None:
         """How a rank exited, or what blocks it."""

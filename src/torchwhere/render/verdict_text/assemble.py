@@ -47,6 +47,7 @@ from torchwhere.diagnose.doctor.rules.straggler import LateRanks
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
 from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.diagnose.doctor.stacks import WAITS_FOR_WORKERS, Hold
+from torchwhere.diagnose.doctor.unknown_devices import unknown_devices
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, RankReport, Verdict, VerdictKind
 from torchwhere.diagnose.dump_hang import (
     DifferentOrder,
@@ -213,8 +214,9 @@ def _missing_data(context: Context) -> list[str]:
             f"the rings of {plural(wrapped, 'rank')} have wrapped: only calls that all rings still"
             " hold were compared"
         )
-    if context.unknown_devices:
-        ranks_text = ranks_phrase(context.unknown_devices, most=8)
+    unknown = unknown_devices(context)
+    if unknown:
+        ranks_text = ranks_phrase(unknown, most=8)
         lines.append(f"device progress of {ranks_text}: only what the CPUs issued was compared")
     return lines
 

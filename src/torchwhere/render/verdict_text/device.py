@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.device_stalls import StalledDevice
 from torchwhere.diagnose.doctor.rules.device_hang import (
     BlockedDevices,
     DeviceDeadlock,
     DevicesBlockedTogether,
-    StalledDevice,
 )
 from torchwhere.render.verdict_text.deadlock import blame_text
 from torchwhere.render.verdict_text.phrases import agree, numbered_call_text, place_text
