@@ -26,6 +26,7 @@ import torchwhere
 from models import Model, batch
 from torchwhere.api import watch as process
 from torchwhere.blackbox.stored_layouts import layouts_in
+from torchwhere.core.errors import end_reason
 from torchwhere.hooks.backward import BackwardHook
 from torchwhere.hooks.collectives import CollectiveHook
 from torchwhere.hooks.exceptions import ExceptionHook
@@ -377,6 +378,35 @@ def _busy(model: nn.Module) -> list[float]:
             model(torch.ones(3, 3))
         torch.compile(eval("lambda x: x + 1"), backend="eager")(torch.ones(1))
     return losses
+
+
+class Slotted:
+    """A function of the job that cannot be weakly referenced."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: object) -> None: ...
+
+
+def test_a_function_that_no_weak_dictionary_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch replaces and restores any function of the job."""
+    hook = Slotted()
+    monkeypatch.setattr(threading, "excepthook", hook)
+    with torchwhere.watch(out=tmp_path):
+        assert threading.excepthook is not hook
+    assert threading.excepthook is hook
+    assert (tmp_path / "rank0.box").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(None, "exit 0"), (False, "exit 0"), (True, "exit 1"), (3, "exit 3"), ("", "exit 1")],
+)
+def test_end_reason_of_an_exit(code: Any, reason: str) -> None:
+    """`sys.exit` ends a process with the code that Python gives it."""
+    assert end_reason(SystemExit(code)) == reason
 
 
 @pytest.mark.parametrize("hook", HOOKS)

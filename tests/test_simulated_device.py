@@ -345,6 +345,35 @@ print(json.dumps([child, marked, status]))
     assert (status["marked"], status["problem"]) == (marked + 2, "")
 
 
+def test_two_threads_that_mark(tools: Tools, tmp_path: Path) -> None:
+    """One thread ends steps, while another one issues collectives and calls a module: neither
+    waits for the other."""
+    steps, calls = tools.run(
+        """
+import threading
+join_group(sim, folder)
+x, linear, calls = buffer(), torch.nn.Linear(2, 2), 0
+def issue():
+    global calls
+    while not is_over.is_set():
+        dist.all_reduce(x)
+        linear(torch.ones(2))
+        calls += 1
+is_over, thread = threading.Event(), threading.Thread(target=issue)
+with torchwhere.watch(out=folder / "run"):
+    thread.start()
+    for steps in range(20_000):
+        torchwhere.step()
+    is_over.set()
+    thread.join()
+print(json.dumps([steps, calls]))
+""",
+        tmp_path,
+    )
+    assert steps == 19_999
+    assert calls > 0
+
+
 def test_a_second_watch_marks_again(tools: Tools, tmp_path: Path) -> None:
     """The events of a watch are free for the next one, and the thread that reads them ends with
     each watch."""
@@ -452,8 +481,10 @@ def test_fault(request: pytest.FixtureRequest, ranks: list[Program], tmp_path: P
     if expected.kind == "straggler":
         return
     after_kill = diagnose_folder(tmp_path / "run", stall_s=STALL_S)
-    kinds = {"dead"} if expected.kind == "healthy" else {expected.kind}
-    if expected.kind == "dead":  # without a monitor, a process that ended looks like one that hung
-        kinds.add("missing")
-    assert after_kill.kind in kinds, after_kill
-    assert after_kill.culprits == expected.culprits, after_kill
+    if expected.kind == "dead":
+        # Without a monitor, it may be unknown which process ended first, or whether it hung before.
+        assert after_kill.kind in ("dead", "missing"), after_kill
+        assert set(after_kill.culprits) <= set(expected.culprits), after_kill
+        return
+    kind = "dead" if expected.kind == "healthy" else expected.kind
+    assert (after_kill.kind, after_kill.culprits) == (kind, expected.culprits), after_kill

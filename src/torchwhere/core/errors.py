@@ -40,7 +40,7 @@ def end_reason(error: BaseException | None) -> str:
     if not isinstance(error, SystemExit):
         return failure(error)
     code = 0 if error.code is None else error.code
-    return f"exit {code if isinstance(code, int) else 1}"
+    return f"exit {int(code) if isinstance(code, int) else 1}"
 
 
 def described(error: BaseException) -> str:

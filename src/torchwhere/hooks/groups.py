@@ -105,7 +105,8 @@ class WatchedGroups:
         """Add every new group, used or not, and name mesh dimensions. Called at the start, between
         steps, and at the end."""
         all_groups = _all_groups()
-        if dist.is_initialized() and len(all_groups) != len(self._groups):
+        # a torch without distributed has no groups, and no `is_initialized`
+        if all_groups and dist.is_initialized() and len(all_groups) != len(self._groups):
             for pg in list(all_groups):
                 if isinstance(pg, dist.ProcessGroup) and id(pg) not in self._groups:
                     self._add(pg)

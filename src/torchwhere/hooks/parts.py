@@ -90,7 +90,7 @@ class PartHook:
         self._patches.restore()
 
     def _wrap(self, owner: Any, name: str, part: StepPart) -> None:
-        if owner is not None and self._is_installed and name in vars(owner):
+        if owner is not None and self._is_installed and vars(owner).get(name) is not None:
             self._patches.replace(owner, name, functools.partial(self._make_wrapper, part))
 
     def _make_wrapper(self, part: StepPart, original: Any) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ wrapper: the next watch wraps the original inside it, and restores that original
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from inspect import getattr_static
@@ -21,9 +22,11 @@ def retire(wrapper: Any, original: Any) -> None:
 
 
 def unwrap(function: Any) -> Any:
-    """The original inside a leftover wrapper; any other function as it is."""
-    while (inside := _inside.get(function)) is not None:
-        function = inside
+    """The original inside a leftover wrapper; any other function as it is. An object that cannot
+    be a key of a weak dictionary is not a wrapper of ours."""
+    with contextlib.suppress(TypeError):
+        while (inside := _inside.get(function)) is not None:
+            function = inside
     return function
 
 

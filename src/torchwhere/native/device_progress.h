@@ -292,9 +292,11 @@ inline PyObject* device_status(PyObject*, PyObject*) {
   EventCounts counts;
   std::string problem;
   Py_BEGIN_ALLOW_THREADS;  // a thread that has the lock may wait for the device
-  std::lock_guard<std::mutex> guard(device_progress->lock);
-  counts = device_progress->counts;
-  problem = device_progress->problem;
+  {  // unlocked before this thread waits for the GIL: marks take the lock while they hold the GIL
+    std::lock_guard<std::mutex> guard(device_progress->lock);
+    counts = device_progress->counts;
+    problem = device_progress->problem;
+  }
   Py_END_ALLOW_THREADS;
   return Py_BuildValue(
       "{sKsKsKsKss}",

@@ -257,6 +257,7 @@ class Session:
             self._group_creation,
             self._memory,
             self._part_hook,
+            self.phases,
         ):
             hook.errors.is_over = True
 
