@@ -290,7 +290,8 @@ class CommDebugMode:
     ) -> None:
         """Write the table of `generate_comm_debug_tracing_table` to a file, without colours."""
         text = _ANSI.sub("", self.generate_comm_debug_tracing_table(noise_level))
-        Path(file_name).write_text(text)
+        with open(file_name, "w") as file:  # as the original, also for bytes and descriptors
+            file.write(text)
 
     def generate_json_dump(
         self, file_name: str | os.PathLike[str] = "comm_mode_log.json", noise_level: int = 3

@@ -78,7 +78,12 @@ class TrackerHooks:
         name, w_mod = self._get_mod_name(mod), weakref.ref(mod)
         self._call_user_hook("post_fw_hook", mod, args, output)
         self._get_pop_fn(w_mod, name, False)()
-        tensors = needing_gradients(output)
+        # as the original: not those inside a dataclass
+        tensors = [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         if tensors and running_backward() == -1:
             register_multi_grad_hook(tensors, self._get_append_fn(w_mod, name, True), mode="any")
 

@@ -77,17 +77,25 @@ class LightningCallback(Callback):  # type: ignore[misc]
         """Begin the phase `evaluate`."""
         self._phases.begin("evaluate")
 
-    on_test_start = on_validation_start
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the phase `evaluate`."""
+        self._phases.end()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the phase `evaluate`."""
+        self._phases.begin("evaluate")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the phase `evaluate`."""
+        self._phases.end()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the phase `predict`."""
         self._phases.begin("predict")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the phase `evaluate` or `predict`."""
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the phase `predict`."""
         self._phases.end()
-
-    on_test_end = on_predict_end = on_validation_end
 
     # -- checkpoints, and the end ------------------------------------------------------------------
 

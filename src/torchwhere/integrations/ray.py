@@ -18,7 +18,8 @@ import ray
 import ray.train
 
 from torchwhere.api.annotate import note
-from torchwhere.api.watch import end_with_process, quietly, watch
+from torchwhere.api.watch import quietly, record_exception, stop_all, watch
+from torchwhere.core.errors import failure
 from torchwhere.integrations.framework_phases import wrap_method
 
 
@@ -95,9 +96,17 @@ class _Outcomes:
         self._queue = queue
 
     def put(self, outcome: BaseException | None) -> None:
-        # Ray wraps an exception of the user
-        quietly(end_with_process, getattr(outcome, "_base_exc", outcome))
+        quietly(_end_watch, outcome)
         self._queue.put(outcome)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
+
+
+def _end_watch(outcome: BaseException | None) -> None:
+    if outcome is None:
+        stop_all("exit 0")
+        return
+    error = getattr(outcome, "_base_exc", outcome)  # Ray wraps an exception of the user
+    record_exception(error)
+    stop_all(failure(error))

@@ -81,11 +81,9 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Begin what the Trainer does at the end of an epoch or after an evaluation."""
+        """Begin what the Trainer does at the end of an epoch."""
         self._phases.end()
         self._begin_due(control)
-
-    on_evaluate = on_epoch_end
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -93,13 +91,35 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
         """Begin the phase `evaluate`, if a program has called `evaluate` or `predict` itself."""
         self._phases.begin("evaluate")
 
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """End the phase `evaluate`. A checkpoint may follow."""
+        self._phases.end()
+        self._begin_due(control)
+
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any,
+        **others: Any,
+    ) -> None:
+        """End the phase `evaluate`."""
+        self._phases.end()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """End the phase `save`."""
+        self._phases.end()
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """End the phase that is still open, if any."""
         self._phases.end()
-
-    on_predict = on_save = on_train_end
 
     def _begin_due(self, control: TrainerControl) -> None:
         """Begin the phase of what the Trainer is about to do: it evaluates before it saves."""
