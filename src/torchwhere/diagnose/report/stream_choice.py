@@ -57,8 +57,8 @@ def _of_verdict(
 ) -> StreamKey | None:
     """The stream of the verdict's collective: by name and ranks of the group and, for a message, by
     peer and number."""
-    call, culprits = verdict.collective or {}, set(verdict.culprits)
-    is_p2p = call.get("op") in ("send", "recv")
+    call, culprits = verdict.collective or {"op": None}, set(verdict.culprits)
+    is_p2p = call["op"] in ("send", "recv")
     for key, calls in by_stream.items():
         group = job_calls.group(key)
         if group.title != call.get("group") or is_p2p != key.is_p2p:
@@ -68,7 +68,7 @@ def _of_verdict(
         is_large = len(group.ranks) > MOST_RANKS  # then the verdict has only the number of ranks
         if is_large and culprits and culprits.isdisjoint(group.ranks):
             continue
-        has_peer = call.get("peer") in (key.source, key.destination)
+        has_peer = call.get("peer") == (key.source if call["op"] == "recv" else key.destination)
         if not is_p2p or (has_peer and _has_last(calls, call.get("number"))):
             return key
     return None
