@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torchwhere.core.records import read_record
+from torchwhere.processes.observation import RankObservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +56,22 @@ def test_missing_values() -> None:
     assert read_record(Whole, {"texts": {"a": 1, "b": "c"}, "lines": ["a", 1]}) == Whole(
         lines=("a",), texts={"b": "c"}
     )
+
+
+def test_lists_are_bounded() -> None:
+    """Of a long list, the first texts and the last records are kept: files of other hosts may
+    contain any number."""
+    whole = read_record(
+        Whole,
+        {"lines": list(map(str, range(10_000))), "parts": [{"number": n} for n in range(999)]},
+    )
+    assert whole is not None
+    assert whole.lines == tuple(map(str, range(4096)))
+    assert whole.parts == tuple(map(Part, range(999 - 256, 999)))
+
+
+def test_negative_numbers_in_an_observation() -> None:
+    """A negative number in the file of another host counts as unknown; a negative rank is none."""
+    value = {"rank": 0, "pid": -7, "seen_ns": -5, "seconds": -3.0, "world_size": -4}
+    assert RankObservation.from_dict(value) == RankObservation(0)
+    assert RankObservation.from_dict({"rank": -1}) is None

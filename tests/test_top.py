@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from device_boxes import DeviceBox
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox import file_format
@@ -242,6 +243,18 @@ def test_poller_reads_an_empty_box(tmp_path: Path) -> None:
     problem = f"none of the 1 boxes in {tmp_path} can be read: no readable header: not a black box"
     for _ in range(2):
         assert poller.poll().problem == f"{problem}, or damaged"
+
+
+def test_poller_reads_a_box_without_its_table(tmp_path: Path) -> None:
+    """A box of a device whose table of names is cut off is shown without them."""
+    device = DeviceBox(tmp_path / "rank0.box")
+    record = device.issue(step=4, at_s=100)
+    device.reach(record, at_s=100.1)
+    device.lane(place=device.place(), time=int(100.1 * 1e9), step=4, record=record + 1)
+    table_at = device.box.geometry.table_at
+    device.box.close()
+    os.truncate(tmp_path / "rank0.box", table_at)
+    assert [rank.rank for rank in RunPoller(tmp_path).poll().ranks] == [0]
 
 
 # -- who stands still ------------------------------------------------------------------------------

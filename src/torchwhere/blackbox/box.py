@@ -291,7 +291,7 @@ class Box(Shown):
         fields["group_size"] = len(members) or None
         fields["group_ranks"] = members if len(members) <= _MAX_RANKS_SHOWN else None
         fields["number"] = int(row["extra"])
-        fields["for"] = self.value(int(row["beneficiary"]))
+        fields["for"] = self.value(int(row["beneficiary"])) if row["beneficiary"] else None
         fields["async"] = bool(row["flags"] & file_format.FLAG_ASYNC)
         if row["flags"] & file_format.FLAG_REPLAYED:
             fields["replayed"] = True
@@ -299,8 +299,9 @@ class Box(Shown):
 
     def _device_times(self, number: int) -> dict[str, int]:
         """When a device reached the collective of a record, and when it was done, if known."""
-        slots = self.times_slots()
-        slot = number % self.geometry.capacity if self.geometry is not None else 0
+        if self.geometry is None or not self.has_device:
+            return {}
+        slots, slot = self.times_slots(), number % self.geometry.capacity
         words = slots[slot].tolist() if slot < len(slots) else [0]
         if words[TIMES_NUMBER] & TIMES_NUMBER_MASK != number + 1:
             return {}

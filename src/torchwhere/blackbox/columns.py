@@ -254,7 +254,7 @@ def _collective_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[s
         yield name, _texts([group.get(key) for group in groups], which)
     yield "group_size", _numbers([_group_size(group) for group in groups], which)
     yield "number", _some(records["extra"], is_collective)
-    yield "for", _column(records["beneficiary"], box.value, among)
+    yield "for", _column(records["beneficiary"], lambda at: box.value(at) if at else None, among)
     is_async = is_collective & (records["flags"] & file_format.FLAG_ASYNC != 0)
     yield "async", Numbers(is_async, ~is_collective)
     is_replayed = is_collective & (records["flags"] & file_format.FLAG_REPLAYED != 0)

@@ -154,7 +154,7 @@ def _times(box: Box) -> Words:
     to another record by now, or is not in the file."""
     numbers, slots = box.records["number"].astype(np.uint64), box.times_slots()
     times = np.zeros((len(numbers), TIMES_BYTES // 8), np.uint64)
-    if box.geometry is not None:
+    if box.geometry is not None and box.has_device:
         rows = (numbers % np.uint64(box.geometry.capacity)).astype(np.int64)
         is_read = rows < len(slots)
         times[is_read] = slots[rows[is_read]]

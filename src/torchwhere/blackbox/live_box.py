@@ -347,7 +347,8 @@ class LiveBox:
         if self._arrived is None:
             names, reached = self._names, self._device.reached()
             self._arrived = self.issued()
-            streams = {stream_name(names, stream) for stream in reached}
+            known = [stream for stream in reached if stream >> STREAM_ID_SHIFT in names.groups]
+            streams = {stream_name(names, stream) for stream in known}
             if self._arrived is not None and self._arrived.stream in streams:
                 number = self._device.record
                 record = self._record_at(number) if number is not None else None

@@ -215,7 +215,8 @@ def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list
         raise TorchwhereError(_nothing_readable(folder, unreadable))
     readable.sort(key=started_ns)
     newest = _newest(readable)
-    chosen = _last_restart([box for box in readable if _is_of_one_job(box, newest)])
+    of_one_job = [box for box in readable if box is newest or _is_of_one_job(box, newest)]
+    chosen = _last_restart(of_one_job)
     others = [box for box in readable if chosen.get(box.rank) is not box]
     first_ns = min(map(started_ns, chosen.values()))
     unranked = [box.path for box in others if _may_become_rank(box, first_ns)]

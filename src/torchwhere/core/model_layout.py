@@ -255,14 +255,26 @@ class Layout(Shown, Tabular):
                 yield name, unit
 
     def modules(self) -> Iterator[tuple[str, Node]]:
-        """Return every module with its full name. Equal siblings appear one by one."""
-        return _modules(self.roots, parent="")
+        """Yield every module with its full name. Equal siblings appear one by one."""
+        pending = [("", _unfolded(self.roots))]
+        while pending:
+            parent, children = pending[-1]
+            name_and_node = next(children, None)
+            if name_and_node is None:
+                pending.pop()
+                continue
+            name, node = name_and_node
+            full_name = f"{parent}.{name}" if parent and name else parent or name
+            yield full_name, node
+            pending.append((full_name, _unfolded(node.children)))
 
     def as_rows(self) -> list[dict[str, Any]]:
         """Return one row for each parameter, with its full name and its mesh."""
-        labels: dict[int | None, str] = dict(enumerate(mesh.label for mesh in self.meshes))
+        meshes: dict[int | None, Mesh] = dict(enumerate(self.meshes))
         return [
-            {"rank": self.rank} | param.to_dict() | {"name": name, "mesh": labels.get(param.mesh)}
+            {"rank": self.rank}
+            | param.to_dict()
+            | {"name": name, "mesh": meshes[param.mesh].label if param.mesh in meshes else None}
             for name, param in self.params()
         ]
 
@@ -309,12 +321,10 @@ class Layout(Shown, Tabular):
         )
 
 
-def _modules(branches: Iterable[Branch], *, parent: str) -> Iterator[tuple[str, Node]]:
+def _unfolded(branches: Iterable[Branch]) -> Iterator[tuple[str, Node]]:
     for branch in branches:
         for name in branch.names():
-            full_name = f"{parent}.{name}" if parent and name else parent or name
-            yield full_name, branch.node
-            yield from _modules(branch.node.children, parent=full_name)
+            yield name, branch.node
 
 
 def _distinct_units(branches: Iterable[Branch]) -> Iterator[Unit]:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 R = TypeVar("R")
 Reader = Callable[[Any], Any]
 _LARGEST = 1 << 63  # of a number; files may contain any
+_MOST_TEXTS = 4096  # of a list: the first ones
+_MOST_RECORDS = 256  # of a list: the last ones
 
 
 def read_record(kind: type[R], value: Any) -> R | None:
@@ -69,7 +71,7 @@ def _read_int(value: Any) -> int | None:
 
 
 def _read_float(value: Any) -> float | None:
-    is_number = type(value) in (int, float) and abs(value) < _LARGEST
+    is_number = type(value) in (int, float) and 0 <= value < _LARGEST
     return float(value) if is_number else None
 
 
@@ -82,7 +84,10 @@ def _read_texts(value: Any) -> dict[str, str] | None:
 def _read_entries(read: Reader, value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, (list, tuple)):
         return None
-    return tuple(entry for entry in map(read, value) if entry is not None)
+    if not value:
+        return ()
+    kept = value[:_MOST_TEXTS] if isinstance(value[0], str) else value[-_MOST_RECORDS:]
+    return tuple(entry for entry in map(read, kept) if entry is not None)
 
 
 def _read_instance(kind: type, value: Any) -> Any:

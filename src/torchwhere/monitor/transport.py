@@ -105,7 +105,8 @@ def _stop(threads: list[_StoreThread]) -> bool:
         thread.stop()
     deadline = time.monotonic() + _CLOSE_S
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
 
 

@@ -163,7 +163,7 @@ class _Observer:
     def far(self, box: BoxOrSummary) -> ProcessStatus:
         """Status of a process on another host: only its fault and stall files are known."""
         ended, stack, stack_ns = self._last_stack(box)
-        return ProcessStatus(ended=ended, stack=stack, stack_ns=stack_ns)
+        return ProcessStatus(ended=ended, stack=stack, stack_ns=stack_ns if stack else None)
 
     def _last_stack(self, box: BoxOrSummary) -> tuple[str | None, Stack, int | None]:
         """How a rank crashed, if it did, its last stack, and the time of a stack that it saved when

@@ -87,5 +87,10 @@ class RankObservation:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> RankObservation | None:
         """Read the content of a file; None if it has no rank."""
-        observation = read_record(cls, value)
-        return observation if observation is not None and observation.rank >= 0 else None
+        # a negative number counts as unknown
+        known = {name: content for name, content in value.items() if not _is_negative(content)}
+        return read_record(cls, known)
+
+
+def _is_negative(content: Any) -> bool:
+    return isinstance(content, int) and content < 0
