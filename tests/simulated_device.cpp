@@ -165,7 +165,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
-  bool isStreamCapturing(const c10::Stream&) const override { return is_captured; }
+  // without `override`: older versions of torch do not ask
+  bool isStreamCapturing(const c10::Stream&) const { return is_captured; }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag)
       const override {

@@ -41,6 +41,9 @@ def job(
 
 def load_device(library: Path) -> Any:
     """Make the accelerator known to torch. Returns the functions that control it."""
+    # In a forked process torch makes its thread pool anew. Two threads of the autograd engine that
+    # do so at the same time fail, so this thread does it first.
+    torch.set_num_threads(1)
     torch.utils.rename_privateuse1_backend(DEVICE)
     sys.path.insert(0, str(library.parent))
     import simulated_device
@@ -233,7 +236,6 @@ def main(name: str, library: str, folder: str, seconds: float) -> None:
     """Run a job on this rank and exit after some seconds, if it has not ended by then."""
     import torchwhere
 
-    torch.set_num_threads(1)
     device = load_device(Path(library))
     join_group(device, Path(folder))
     threading.Thread(target=_exit_after, args=(seconds,), daemon=True).start()

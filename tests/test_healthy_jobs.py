@@ -241,8 +241,11 @@ def test_no_alarm(
 ) -> None:
     """The monitor of a healthy job gives no verdict, also if a save takes longer than `--stall`."""
     (tmp_path / "train.py").write_text(script)
+    # jobs of other tests may use the default port at the same time
     if launcher == DEEPSPEED:
         launcher += ("--master_port", free_port())
+    if launcher == ACCELERATE_LAUNCH:
+        launcher += ("--main_process_port", free_port())
     command = ["-m", "torchwhere", "run", "--out", "run", *launcher, "train.py"]
     done = run_python(
         *command,

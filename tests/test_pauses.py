@@ -259,9 +259,9 @@ COMPUTES = """end = time.monotonic() + float(sys.argv[2])
 def test_a_slow_start(warm: WarmPython, tmp_path: Path, start: str) -> None:
     """A rank that imports modules or computes before it calls init_process_group is starting, while
     the other rank waits there for longer than `--stall`."""
-    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(7)\n")
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(10)\n")
     script = STARTS.replace("START", start)
-    done = launch_ranks(warm, tmp_path, 1, *STALL, late_s=7, script=script)
+    done = launch_ranks(warm, tmp_path, 1, *STALL, late_s=10, script=script)
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
     assert "HANG" not in done.stderr
     assert "torchwhere: Starting. No progress for " in done.stderr

@@ -174,6 +174,9 @@ print(json.dumps(status))
 
 def test_nothing_is_marked_during_a_capture(tools: Tools, tmp_path: Path) -> None:
     """While a stream is captured into a graph, torchwhere records no event on it."""
+    header = building._HEADERS[0] / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h"
+    if "isStreamCapturing" not in header.read_text():
+        pytest.skip("this torch does not ask a device whether a stream is captured")
     before, during, after = tools.run(
         """
 join_group(sim, folder)

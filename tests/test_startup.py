@@ -145,7 +145,8 @@ def test_torchrun(tmp_path: Path) -> None:
 def test_accelerate(tmp_path: Path) -> None:
     """Under `accelerate launch` both ranks are watched, and the launcher is not."""
     (tmp_path / "train.py").write_text(MAIN)
-    options = ("--multi_gpu", "--num_processes", 2)  # it starts two processes, also without GPUs
+    # it starts two processes, also without GPUs
+    options = ("--multi_gpu", "--num_processes", 2, "--main_process_port", free_port())
     done = run(BIN / "accelerate", "launch", *options, "train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     check_two_ranks(tmp_path / "run", done.stdout)

@@ -30,4 +30,5 @@ def _is_unseen(rank_calls: RankCalls) -> bool:
     state, box = rank_calls.rank_summary.device, rank_calls.box_summary
     if state is None:
         return True
-    return max(box.beat_ns, box.last_ns) - state.device_place.looked_ns > _UNSEEN_NS
+    looked_ns = state.device_place.looked_ns
+    return looked_ns > 0 and max(box.beat_ns, box.last_ns) - looked_ns > _UNSEEN_NS
