@@ -30,6 +30,8 @@ from torchwhere.native import build as building
 from torchwhere.pipeline.verdict import diagnose_folder
 from warm_python import Program, WarmPython
 
+pytestmark = pytest.mark.exhaustive  # two compilations
+
 HERE = Path(__file__).parent
 MOST_PENDING, MOST_LANES = 4096, 7  # as in device_events.h
 STALL_S = 4.0
@@ -469,7 +471,6 @@ def verdict_of(run: Path, kind: str) -> Verdict:
     return verdict
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", JOBS, indirect=True)
 def test_fault(request: pytest.FixtureRequest, ranks: list[Program], tmp_path: Path) -> None:
     """The doctor names the fault and the rank, while the job runs and after it was killed."""
