@@ -45,6 +45,7 @@ uint64_t now_ns() {
 // What a test sets, for the whole process.
 std::atomic<bool> is_initialized{false}, is_captured{false}, is_lost{false}, is_blocked{false};
 std::atomic<bool> is_released{false};  // ends the kernels that do not end
+std::atomic<size_t> queue_length{SIZE_MAX};  // tasks that a stream takes before it blocks the CPU
 std::atomic<int> queries{0};
 
 void wait_until(const std::function<bool()>& is_true) {
@@ -62,7 +63,8 @@ struct Queue {
   bool has_thread = false;
 
   void push(std::function<void()> task) {
-    std::lock_guard<std::mutex> guard(lock);
+    std::unique_lock<std::mutex> guard(lock);
+    changed.wait(guard, [this] { return tasks.size() < queue_length; });
     tasks.push_back(std::move(task));
     ++enqueued;
     if (!has_thread) std::thread([this] { run(); }).detach();
@@ -84,6 +86,7 @@ struct Queue {
         changed.wait(guard, [this] { return !tasks.empty(); });
         task = std::move(tasks.front());
         tasks.pop_front();
+        changed.notify_all();
       }
       task();
       std::lock_guard<std::mutex> guard(lock);
@@ -380,19 +383,23 @@ PYBIND11_MODULE(simulated_device, module) {
   module.def("collectives", [](int rank, int size, const std::string& path) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Collectives>(rank, size, path));
   });
-  module.def("kernel", [](double seconds) {
-    queue_of(current_stream()).push([seconds] {
-      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-    });
-  });
-  module.def("endless_kernel", [] {
-    queue_of(current_stream()).push([] { wait_until([] { return is_released.load(); }); });
-  });
+  using WithoutGil = pybind11::call_guard<pybind11::gil_scoped_release>;
+  module.def(
+      "kernel",
+      [](double seconds) {
+        queue_of(current_stream()).push([seconds] {
+          std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+        });
+      },
+      WithoutGil());
+  module.def(
+      "endless_kernel",
+      [] { queue_of(current_stream()).push([] { wait_until([] { return is_released.load(); }); }); },
+      WithoutGil());
+  module.def("limit_queue", [](size_t length) { queue_length = length; });
   module.def("release", [] { is_released = true; });
   module.def(
-      "synchronize",
-      [] { queue_of(current_stream()).synchronize(); },
-      pybind11::call_guard<pybind11::gil_scoped_release>());
+      "synchronize", [] { queue_of(current_stream()).synchronize(); }, WithoutGil());
   module.def("set_device", [](int index) { current.index = static_cast<c10::DeviceIndex>(index); });
   module.def("set_stream", [](int64_t id) { current.stream = id; });
   module.def("is_initialized", [] { return is_initialized.load(); });

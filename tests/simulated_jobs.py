@@ -159,6 +159,17 @@ def endless_kernel() -> None:
 
 
 @job("missing", on_device=True)
+def full_queue() -> None:
+    """A kernel that does not end. The CPU goes on until the stream takes no more work."""
+
+    def fault() -> None:
+        accelerator().limit_queue(24)
+        accelerator().endless_kernel()
+
+    train(once(fault))
+
+
+@job("missing", on_device=True)
 def endless_pipeline() -> None:
     """Messages from rank to rank; one device never gets to its next send."""
     rank, x = dist.get_rank(), buffer()

@@ -317,6 +317,88 @@ print(json.dumps([seconds, first, second]))
         assert np.count_nonzero(kinds == int(Kind.COLLECTIVE)) == (51 if name == "run" else 1)
 
 
+def test_a_full_queue_blocks_one_thread_only(tools: Tools, tmp_path: Path) -> None:
+    """A stream takes a limited number of tasks. A mark on a full stream waits, like any work of the
+    job. Meanwhile other threads have the GIL, and the marks of other streams are read."""
+    for code in ("dist.all_reduce(x)", "linear(rows)", "torchwhere.step()"):
+        folder = tmp_path / code.partition("(")[0]
+        folder.mkdir()
+        is_blocked, blocked, after = tools.run(
+            f"""
+import threading
+join_group(sim, folder)
+x, rows, linear = buffer(), torch.ones(2), torch.nn.Linear(2, 2)
+def issue():
+    for _ in range(4):
+        {code}
+        time.sleep(0.001)
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    linear(rows)
+    settle(2)
+    sim.limit_queue(2)
+    sim.endless_kernel()
+    for _ in range(2):
+        sim.kernel(0)
+    thread = threading.Thread(target=issue)
+    thread.start()
+    thread.join(1)
+    is_blocked, before = thread.is_alive(), part.device_status()["harvested"]
+    sim.set_stream(1)
+    dist.all_reduce(x)
+    settle(before + 2)
+    blocked = part.device_status()
+    sim.release()
+    thread.join()
+    settle(blocked["marked"] + 1)
+    after = part.device_status()
+print(json.dumps([is_blocked, blocked, after]))
+""",
+            folder,
+        )
+        assert is_blocked, code
+        assert blocked["problem"] == after["problem"] == ""
+        assert after["marked"] > blocked["marked"]
+
+
+def test_a_watch_ends_while_a_mark_waits(tools: Tools, tmp_path: Path) -> None:
+    """If a thread waits for a full stream, the watch ends all the same. A second watch marks
+    nothing as long as that thread waits."""
+    seconds, second, third = tools.run(
+        """
+import threading
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    settle(2)
+    sim.limit_queue(2)
+    sim.endless_kernel()
+    for _ in range(2):
+        sim.kernel(0)
+    thread = threading.Thread(target=dist.all_reduce, args=(x,))
+    thread.start()
+    thread.join(0.5)
+    begin = time.monotonic()
+seconds = time.monotonic() - begin
+with torchwhere.watch(out=folder / "second"):
+    torchwhere.step()
+second = part.device_status()
+sim.release()
+thread.join()
+with torchwhere.watch(out=folder / "third"):
+    dist.all_reduce(x)
+    settle(2)
+third = part.device_status()
+print(json.dumps([seconds, second, third]))
+""",
+        tmp_path,
+    )
+    assert seconds < 30
+    assert second["marked"] == 2
+    assert (third["marked"], third["problem"]) == (2, "")
+
+
 def test_a_forked_child_does_not_touch_the_device(tools: Tools, tmp_path: Path) -> None:
     """A process that a job forks neither marks nor polls; the parent continues to do both."""
     child, marked, status = tools.run(

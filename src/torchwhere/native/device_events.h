@@ -3,7 +3,9 @@
 // A training thread records an event on its current stream and attaches data to it. When the event
 // completes, the device has executed everything that the stream had before it. Another thread, the
 // harvester, polls the events, computes when each completed, and passes the data to a reader.
-// Nothing here waits for the device. The number of events is bounded, and events are reused.
+// The number of events is bounded, and events are reused. Nothing here waits for the device, except
+// that a stream takes a limited number of tasks: recording an event on a full stream waits, as any
+// other work on it does. The thread then holds neither the lock nor the GIL.
 //
 // This code uses c10's interface for any device, so it needs no headers of CUDA. It looks up two
 // functions of the runtime by name. One tells whether a stream is being captured into a graph. The
@@ -83,6 +85,20 @@ inline bool is_capturing(const c10::impl::VirtualGuardImpl& guard, const c10::St
   return runtime.is_capturing(stream.native_handle(), &status) != 0 || status != 0;
 }
 
+// Releases the GIL, if this thread has it.
+class WithoutGil {
+ public:
+  WithoutGil() : thread_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (thread_ != nullptr) PyEval_RestoreThread(thread_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* thread_;
+};
+
 // -- events ---------------------------------------------------------------------------------------
 
 template <typename Data>
@@ -159,7 +175,8 @@ struct DeviceEvents {
   std::condition_variable changed;
   std::vector<std::unique_ptr<Lane<Data>>> lanes;
   std::vector<std::unique_ptr<Event>> pool;
-  size_t events = 0;  // number of events that exist
+  size_t events = 0;     // number of events that exist
+  size_t recording = 0;  // threads that record an event now
   std::vector<DeviceClock<Data>> clocks;  // only the harvester uses them
   std::atomic<bool> is_on{false};
   bool is_running = false, has_ended = true;
@@ -168,36 +185,51 @@ struct DeviceEvents {
   std::string problem;
 
   // Records an event on the current stream of a device. Called by training threads; never throws.
+  // Releases the GIL meanwhile, so the watch may have ended when this returns.
   void record(c10::DeviceIndex index, uint64_t issued_ns, const Data& data) noexcept {
     if (!is_on.load(std::memory_order_relaxed)) return;
+    WithoutGil without_gil;
+    Lane<Data>* lane = nullptr;
+    std::unique_ptr<Event> event;
     try {
       c10::impl::VirtualGuardImpl guard(type);
       c10::Stream stream = guard.getStream(c10::Device(type, index));
       bool is_captured = is_capturing(guard, stream);
-      std::lock_guard<std::mutex> locked(lock);
-      if (!is_on) return;
-      Lane<Data>* lane = is_captured ? nullptr : lane_of(stream);
-      std::unique_ptr<Event> event = lane == nullptr ? nullptr : free_event(stream.device());
-      if (event == nullptr) {
-        ++(is_captured ? counts.captured : counts.skipped);
-        return;
+      {
+        std::lock_guard<std::mutex> locked(lock);
+        if (!is_on) return;
+        lane = is_captured ? nullptr : lane_of(stream);
+        event = lane == nullptr ? nullptr : free_event(stream.device());
+        if (event == nullptr) {
+          ++(is_captured ? counts.captured : counts.skipped);
+          return;
+        }
+        ++recording;
       }
       event->issued_ns = issued_ns;
       event->data = data;
-      event->event.record(stream);  // enqueues and returns
-      if (has_ended) start_harvester();
-      lane->pending.push_back(std::move(event));
-      ++counts.recorded;
+      event->event.record(stream);  // waits while the stream is full
     } catch (const std::exception& error) {
       fail(error.what());
     }
+    if (event == nullptr) return;
+    std::lock_guard<std::mutex> locked(lock);
+    --recording;
+    if (is_on) {
+      if (has_ended) start_harvester();
+      lane->pending.push_back(std::move(event));
+      ++counts.recorded;
+    } else {
+      pool.push_back(std::move(event));
+      changed.notify_all();
+    }
   }
 
-  // Lets events be recorded. Returns false if there was an error before, or if the harvester of an
-  // earlier watch is still blocked.
+  // Lets events be recorded. Returns false if there was an error before, or if the harvester or a
+  // training thread of an earlier watch is still blocked.
   bool start(c10::DeviceType device_type, const Reader& new_reader) {
     std::lock_guard<std::mutex> guard(lock);
-    if (!has_ended || !problem.empty()) return false;
+    if (!has_ended || recording != 0 || !problem.empty()) return false;
     type = device_type;
     reader = new_reader;
     lanes.clear();
@@ -208,13 +240,14 @@ struct DeviceEvents {
     return true;
   }
 
-  // No event is recorded or polled after this. Returns false if the harvester is blocked in the
-  // driver: then it may still use the reader.
+  // No event is recorded or polled after this. Returns false if a thread is blocked in the driver:
+  // then it may still use the lanes, or the reader.
   bool stop() {
     std::unique_lock<std::mutex> guard(lock);
     is_on = is_running = false;
     changed.notify_all();
-    if (!changed.wait_for(guard, STOP_WITHIN, [this] { return has_ended; })) return false;
+    auto is_unused = [this] { return has_ended && recording == 0; };
+    if (!changed.wait_for(guard, STOP_WITHIN, is_unused)) return false;
     for (auto& lane : lanes)
       for (auto& event : lane->pending)
         pool.push_back(std::move(event));  // an event may be recorded again at any time

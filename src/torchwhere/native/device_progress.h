@@ -129,6 +129,7 @@ struct DeviceProgress : DeviceEvents<DeviceSections> {
 inline DeviceProgress* device_progress = new DeviceProgress;
 
 // -- places and steps -----------------------------------------------------------------------------
+// These functions release the GIL. They come last in a function, after all use of the box.
 
 struct LastPlaceMark {
   uint64_t t_ns = 0, pass = 0;

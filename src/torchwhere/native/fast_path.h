@@ -271,9 +271,9 @@ inline void go_to_step(
   self->box->step = step;
   self->box->words[track->cursor + CURSOR_STEP] = step;
   uint64_t begin = put(self, track, record_at(self, track, self->step_begin_kind, now, line));
-  mark_step(self->box, track->top, begin, now);
   add_step(self, now);
   self->calls->forget();
+  mark_step(self->box, track->top, begin, now);
 }
 
 // -- methods for Python ---------------------------------------------------------------------------
@@ -309,7 +309,9 @@ inline PyObject* fast_path_begin_optimizer(FastPath* self, PyObject*) {
   bool is_appended = below != nullptr && PyList_Append(track->below_optimizer, below) == 0;
   Py_XDECREF(below);
   if (!is_appended) return nullptr;
-  set_place(track, self->box, self->optimizer_place, now_ns());
+  uint64_t now = now_ns();
+  set_place(track, self->box, self->optimizer_place, now);
+  mark_place(self->box, self->optimizer_place, now);
   Py_RETURN_TRUE;
 }
 
@@ -331,7 +333,10 @@ inline PyObject* fast_path_end_optimizer(FastPath* self, PyObject* optimizer) {
   put(self, track, record);
   if (PyList_SetSlice(track->below_optimizer, 0, 1, nullptr) < 0) return nullptr;
   set_place(track, self->box, 0, now);
-  if (self->counts_steps) go_to_step(self, track, self->box->step + 1, line, now);
+  if (self->counts_steps)
+    go_to_step(self, track, self->box->step + 1, line, now);  // marks the place too
+  else
+    mark_place(self->box, 0, now);
   Py_RETURN_TRUE;
 }
 

@@ -317,6 +317,7 @@ inline PyObject* entered(Calls* self, ThreadTrack* track, uint64_t place, uint64
   set_place(track, self->box, place, t_ns);
   bool has_record = self->enter_kind && place != below;
   if (has_record && !write_record(self, track, self->enter_kind, t_ns, place)) return nullptr;
+  mark_place(self->box, place, t_ns);
   return PyLong_FromUnsignedLongLong(below);
 }
 
@@ -372,6 +373,7 @@ inline PyObject* calls_leave(Calls* self, PyObject* under) {
   if ((track = track_of(self->box)) != nullptr) {
     append_to_log(track, below);
     set_place(track, self->box, below, t_ns);
+    mark_place(self->box, below, t_ns);
   }
   if (!is_written) return nullptr;
   Py_RETURN_NONE;

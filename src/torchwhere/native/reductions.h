@@ -66,6 +66,13 @@ inline Launch launch_of(const std::vector<c10::IValue>& stack, size_t arguments)
 
 // -- the kernel -----------------------------------------------------------------------------------
 
+// The mark to set on the device before a launch.
+struct LaunchMark {
+  bool is_due = false;
+  uint64_t t_ns = 0;
+  Mark mark{};
+};
+
 // Finds and counts the bucket, and returns what to write. Holds the lock, and touches no page of
 // the map.
 inline bool find(const Launch& launch, Record* record, int64_t* counter) {
@@ -91,7 +98,8 @@ inline bool find(const Launch& launch, Record* record, int64_t* counter) {
   return true;
 }
 
-inline bool write(Box* box, const Launch& launch) {
+// Records the bucket, and sets the mark of its launch on the device.
+inline bool write(Box* box, const Launch& launch, LaunchMark* due) {
   if (current.box != box->id || box->step >> 32) return false;
   Record record;
   int64_t counter;
@@ -116,22 +124,21 @@ inline bool write(Box* box, const Launch& launch) {
   cursor[CURSOR_RECORD] = number;
   cursor[CURSOR_PLACE] = place;
   cursor[CURSOR_TIME] = record.t_ns;
-  if (!launch.device.is_cpu())
-    device_progress->mark(
-        launch.device.index(),
-        record.t_ns,
-        {Point::REACHED,
-         static_cast<int64_t>(number),
-         counter,
-         record.extra + 1,
-         place,
-         record.step});
+  if (!launch.device.is_cpu()) {
+    auto of_record = static_cast<int64_t>(number);
+    due->is_due = true;
+    due->t_ns = record.t_ns;
+    due->mark = {Point::REACHED, of_record, counter, record.extra + 1, place, record.step};
+  }
   return true;
 }
 
 // Returns true if Python has nothing left to do. Sets `launch` as far as it is known.
 inline bool recorded_natively(
-    const c10::OperatorHandle& op, const torch::jit::Stack& stack, Launch* launch) {
+    const c10::OperatorHandle& op,
+    const torch::jit::Stack& stack,
+    Launch* launch,
+    LaunchMark* due) {
   struct Inside {
     Inside() { kernel.inside.fetch_add(1); }
     ~Inside() { kernel.inside.fetch_sub(1); }
@@ -143,7 +150,7 @@ inline bool recorded_natively(
   }
   try {
     *launch = launch_of(stack, op.schema().arguments().size());
-    return launch->param != nullptr && !kernel.defers_to_python.load() && write(box, *launch);
+    return launch->param != nullptr && !kernel.defers_to_python.load() && write(box, *launch, due);
   } catch (const std::exception&) {  // for example, a tensor without numel
     return false;
   }
@@ -154,7 +161,10 @@ inline void allreduce(
   static const c10::DispatchKeySet below(
       c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
   Launch launch;
-  if (recorded_natively(op, *stack, &launch)) {
+  LaunchMark due;
+  if (recorded_natively(op, *stack, &launch, &due)) {
+    // outside the gate of the box: the mark waits if the stream is full
+    if (due.is_due) device_progress->mark(launch.device.index(), due.t_ns, due.mark);
     op.redispatchBoxed(keys & below, stack);
     return;
   }

@@ -76,6 +76,7 @@ inline void append_to_log(ThreadTrack* track, uint64_t place) {
   track->marks_at[at] = place;
 }
 
+// Sets the place of the thread. `mark_place` comes next.
 inline void set_place(ThreadTrack* track, Box* box, uint64_t place, uint64_t t_ns) {
   leave_place(track->top, place, t_ns);
   if ((track->top ^ place) >> PASS_SHIFT & PASS_MASK)
@@ -84,14 +85,15 @@ inline void set_place(ThreadTrack* track, Box* box, uint64_t place, uint64_t t_n
   uint64_t* cursor = box->words + track->cursor;
   cursor[CURSOR_PLACE] = place;
   cursor[CURSOR_TIME] = t_ns;
-  mark_place(box, place, t_ns);
 }
 
 // Enters or leaves a backward: written to the log, with the line that called it.
 inline void move(ThreadTrack* track, Box* box, uint64_t place, uint64_t line) {
-  set_place(track, box, place, now_ns());
+  uint64_t t_ns = now_ns();
+  set_place(track, box, place, t_ns);
   append_to_log(track, place);
   box->words[track->cursor + CURSOR_LINE] = line;
+  mark_place(box, place, t_ns);
 }
 
 // move(box, place[, line]) -> True if done: changes the pass. With a line, even 0, the log gets an
@@ -104,10 +106,13 @@ inline PyObject* track_move(ThreadTrack* self, PyObject* const* args, Py_ssize_t
   uint64_t line = given == 3 ? PyLong_AsUnsignedLongLong(args[2]) : 0;
   if (PyErr_Occurred()) return nullptr;
   if (box->words == nullptr || (given == 3 && self->seqs_at == nullptr)) Py_RETURN_FALSE;
-  if (given == 3)
+  if (given == 3) {
     move(self, box, place, line);
-  else
-    set_place(self, box, place, now_ns());
+  } else {
+    uint64_t t_ns = now_ns();
+    set_place(self, box, place, t_ns);
+    mark_place(box, place, t_ns);
+  }
   Py_RETURN_TRUE;
 }
 
