@@ -26,6 +26,7 @@ from nccl_jobs import FAULTY_STEP, VICTIM, Expected
 DEVICE = "simulated"
 KERNEL_S = 0.002
 SIZE = 32
+GROUP_STREAM = 1  # of the asynchronous collectives of the first group
 JOBS: dict[str, tuple[Callable[[], None], Expected]] = {}
 
 
@@ -92,7 +93,7 @@ def ddp() -> nn.Module:
     """A model with a bucket for each block. Its collectives transfer nothing, so DDP must not
     compare the parameters of the ranks at the start."""
     model = nn.Sequential(Block(), Block()).to(DEVICE)
-    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005, init_sync=False)
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004, init_sync=False)
 
 
 def train(at_step: Callable[[int], None] = lambda step: None) -> None:
@@ -181,6 +182,19 @@ def endless_pipeline() -> None:
         if rank < dist.get_world_size() - 1:
             dist.send(x, rank + 1)
         pause()
+
+
+@job("together", culprits=(), on_device=True)
+def stuck_transfer() -> None:
+    """All devices reach a bucket and wait for it, and it does not end: the stream of the group is
+    stuck on one rank, which no mark shows."""
+
+    def fault() -> None:
+        accelerator().set_stream(GROUP_STREAM)
+        accelerator().endless_kernel()
+        accelerator().set_stream(0)
+
+    train(once(fault))
 
 
 @job("deadlock", on_device=True)

@@ -157,6 +157,47 @@ def test_unrecorded_ends_are_counted(tmp_path: Path) -> None:
     assert (device.usual(0).waited_for, device.usual(1).waited_for) == (1, None)
 
 
+def test_the_wait_for_buckets(tmp_path: Path) -> None:
+    """Three buckets are launched while the backward computes, and the stream waits for all of them
+    at its end. The time until the wait is hidden, the wait is exposed, and nothing is unclear."""
+    buckets = [DeviceEvent(0, at, 70, waited=50, is_async=True) for at in (10, 30, 45)]
+    own = [step_mark(0, 0), *buckets, step_mark(1, 100)]
+    device = times_of(write(tmp_path, own, own))
+    steps = device.by_rank[0]
+    assert steps.exposed_ns.tolist() == [20 * MS]
+    assert steps.unclear_ns.tolist() == [0]
+    assert steps.hidden_ns.tolist() == [
+        5 * MS
+    ]  # of the last bucket: the others may be done earlier
+    assert steps.compute_ns.tolist() == [75 * MS]
+    assert steps.open_calls.tolist() == [0]
+    calls = calls_of(tmp_path, 0)
+    assert calls.done_ns.tolist()[:2] == [UNKNOWN_NS, UNKNOWN_NS]
+    assert calls.transfer_ns.tolist() == [UNKNOWN_NS, UNKNOWN_NS, 25 * MS]
+
+
+def test_a_wait_for_a_collective_that_is_done(tmp_path: Path) -> None:
+    """If the stream passes the wait at once, the collective ended before. All of it is hidden, at
+    least until the last device reached it."""
+    own, other = (
+        [step_mark(0, 0), DeviceEvent(0, at, 50.01, waited=50, is_async=True), step_mark(1, 100)]
+        for at in (10, 30)
+    )
+    steps = times_of(write(tmp_path, own, other)).by_rank[0]
+    assert steps.hidden_ns.tolist() == [20 * MS]
+    assert (steps.exposed_ns + steps.unclear_ns).tolist() == [0]
+    assert steps.open_calls.tolist() == [0]
+
+
+def test_a_wait_on_another_stream(tmp_path: Path) -> None:
+    """A wait on a stream beside the job does not show whether the job waited."""
+    call = DeviceEvent(0, 10, 40, waited=20, is_async=True, lane=1, wait_lane=1)
+    own = [step_mark(0, 0), call, step_mark(1, 100)]
+    steps = times_of(write(tmp_path, own, own, streams=(0, 7))).by_rank[0]
+    assert steps.exposed_ns.tolist() == [0]
+    assert steps.unclear_ns.tolist() == [30 * MS]
+
+
 @pytest.mark.parametrize(
     ("lane", "streams", "exposed_ms"),
     [(0, (0, 7), 10), (1, (0, 7), 0), (None, (0, 7), 0), (None, (7,), 10), (1, (0, 0), 10)],

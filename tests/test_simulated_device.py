@@ -21,7 +21,7 @@ import pytest
 
 import torchwhere
 from simulated_jobs import JOBS
-from torchwhere.blackbox.device import device_times
+from torchwhere.blackbox.device import device_times, device_waits
 from torchwhere.blackbox.reader import read_box
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
@@ -92,7 +92,8 @@ def tools(warm: WarmPython, library: Path, tmp_path_factory: pytest.TempPathFact
 
 def test_collectives_have_the_times_of_the_device(tools: Tools, tmp_path: Path) -> None:
     """A collective behind a kernel of 0.3 s is reached 0.3 s after its issue. If it runs on the
-    current stream, it is done after that; an asynchronous one has no such time."""
+    current stream, it is done after that. An asynchronous one that the job does not wait for has no
+    such time."""
     tools.run(
         """
 join_group(sim, folder)
@@ -120,6 +121,128 @@ print("{}")
     assert (delays_s[1::2] >= delays_s[::2] + 0.2).all(), delays_s
     assert (done_ns[:3] >= reached_ns[:3]).all()
     assert done_ns[3] == 0
+
+
+WAITS = {
+    "work.wait": "dist.all_reduce(x, async_op=True)",
+    "wait_tensor": "funcol.all_reduce(x, 'sum', dist.group.WORLD)",
+}
+
+
+@pytest.mark.parametrize("way", WAITS)
+def test_a_wait_shows_the_end_of_an_asynchronous_collective(
+    way: str, tools: Tools, tmp_path: Path
+) -> None:
+    """The stream of the group is busy for 0.4 s, the stream of the job only for 0.1 s: then it waits
+    for the collective. A second wait for the same collective changes nothing."""
+    tools.run(
+        f"""
+import torch.distributed._functional_collectives as funcol
+from torch._C._distributed_c10d import Work
+def wait(pending):
+    pending.wait() if isinstance(pending, Work) else funcol.wait_tensor(pending)
+original = Work.__dict__["wait"]
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    wait({WAITS[way]})  # the first one takes long
+    dist.all_reduce(x)
+    settle(part.device_status()["marked"])
+    sim.set_stream(1)
+    sim.kernel(0.4)
+    sim.set_stream(0)
+    pending = {WAITS[way]}
+    sim.kernel(0.1)
+    wait(pending)
+    settle(part.device_status()["marked"])
+    marked = part.device_status()["marked"]
+    wait(pending)
+    dist.all_reduce(x)
+    assert part.device_status()["marked"] == marked + 2, part.device_status()
+assert Work.__dict__["wait"] is original
+assert not torch._C._dispatch_has_kernel_for_dispatch_key(
+    "_c10d_functional::wait_tensor", "BackendSelect"
+)
+print("{{}}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    at = np.flatnonzero(box.records["kind"] == int(Kind.COLLECTIVE))
+    (reached_ns, done_ns), (waited_ns, lanes) = device_times(box), device_waits(box)
+    assert (done_ns[at] > 0)[:3].all()
+    assert (waited_ns[at] > 0).tolist() == [True, False, True, False]
+    wait_s = (waited_ns[at[2]] - reached_ns[at[2]]) / 1e9
+    assert 0.09 < wait_s < 0.3
+    assert (done_ns[at[2]] - reached_ns[at[2]]) / 1e9 > 0.35
+    assert lanes[at].tolist() == [0, -1, 0, -1]
+
+
+def test_the_wait_of_ddp_shows_the_end_of_its_buckets(tools: Tools, tmp_path: Path) -> None:
+    """DDP waits for its buckets at the end of a backward. From the time when the
+    native extension records them, their ends are known. In step 8 the stream of the group is busy
+    for 0.4 s."""
+    tools.run(
+        """
+from simulated_jobs import ddp
+join_group(sim, folder)
+model = ddp()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+rows = torch.ones(2, 32, device="simulated")
+with torchwhere.watch(out=folder / "run"):
+    for step in range(10):
+        loss = model(rows).sum()
+        if step == 8:
+            sim.set_stream(1)
+            sim.kernel(0.4)
+            sim.set_stream(0)
+        loss.backward()
+        optimizer.step()
+        sim.synchronize()
+    settle(part.device_status()["marked"])
+print("{}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    (reached_ns, done_ns), (waited_ns, _) = device_times(box), device_waits(box)
+    is_reduction = box.records["kind"] == int(Kind.COLLECTIVE)
+    for step in (7, 8, 9):
+        at = np.flatnonzero(is_reduction & (box.records["step"] == step))
+        assert len(at) == 2
+        assert (waited_ns[at] >= reached_ns[at].max()).all()
+        assert len(np.unique(waited_ns[at])) == len(np.unique(done_ns[at])) == 1
+        took_s = (done_ns[at] - waited_ns[at]) / 1e9
+        assert ((took_s > 0.3) if step == 8 else (took_s >= 0)).all(), took_s
+
+
+def test_the_place_of_a_device_that_waits(tools: Tools, tmp_path: Path) -> None:
+    """A device that waits for an asynchronous collective is in that collective, although it has
+    reached a later one."""
+    text, device = tools.run(
+        """
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    settle(2)
+    sim.set_stream(1)
+    sim.endless_kernel()
+    sim.set_stream(0)
+    first, second = (dist.all_reduce(x, async_op=True) for _ in range(2))
+    first.wait()
+    settle(part.device_status()["marked"] - 1)
+    time.sleep(0.1)  # the harvester looks again
+    place = torchwhere.where(device=True)
+    sim.release()
+print(json.dumps([str(place), place.to_dict()]))
+""",
+        tmp_path,
+    )
+    assert "GPU: in all_reduce #1 of group" in text
+    assert device["collective"]["state"] == "running"
+    assert device["next"]["collective"]["state"] == "running"
+    assert device["collectives_behind"] == 0
 
 
 def test_the_number_of_events_is_bounded(tools: Tools, tmp_path: Path) -> None:
@@ -259,6 +382,41 @@ print(json.dumps([asked, text, lines]))
     assert line.startswith("torchwhere: an error of the device ended the record of its progress")
     assert "the device was lost" in line
     assert len(read_box(tmp_path / "run" / "rank0.box").records) > 40
+
+
+def test_an_error_that_the_job_has_seen(tools: Tools, tmp_path: Path) -> None:
+    """After an error that makes the device unusable, nothing calls the device: the exception of the
+    job is enough. An error that it survives changes nothing."""
+    survived, asked, problem = tools.run(
+        """
+class Failing(torch.nn.Module):
+    def forward(self, text):
+        raise RuntimeError(text)
+def call(text):
+    try:
+        Failing()(text)
+    except RuntimeError:
+        pass
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    call("CUDA error: out of memory")
+    dist.all_reduce(x)
+    settle(2)
+    survived = part.device_status()["problem"]
+    call("CUDA error: device-side assert triggered")
+    time.sleep(0.1)
+    asked = sim.queries()
+    for _ in range(20):
+        dist.all_reduce(x)
+        time.sleep(0.01)
+    asked = sim.queries() - asked
+print(json.dumps([survived, asked, part.device_status()["problem"]]))
+""",
+        tmp_path,
+    )
+    assert (survived, asked) == ("", 0)
+    assert problem.endswith("CUDA error: device-side assert triggered")
 
 
 def test_unknown_progress_is_reported(tools: Tools, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from torchwhere.blackbox.file_format import (
     TIMES_LANE_SHIFT,
     TIMES_NUMBER,
     TIMES_REACHED,
+    TIMES_WAITED,
+    WAITED_LANE_SHIFT,
     EntryType,
 )
 from torchwhere.blackbox.file_names import box_name
@@ -37,6 +39,8 @@ class DeviceEvent:
     step: int
     reached: float | None
     done: float | None = None
+    waited: float | None = None  # when the stream of `wait_lane` came to the wait for it
+    wait_lane: int = 0
     issued: float = 0
     op: str = "all_reduce"
     is_async: bool = False
@@ -106,3 +110,6 @@ def _put_times(box: BoxWriter, record: int, event: DeviceEvent) -> None:
     box.words[at + TIMES_NUMBER] = record + 1 | lane << TIMES_LANE_SHIFT
     box.words[at + TIMES_REACHED] = _ns(event.reached)
     box.words[at + TIMES_DONE] = 0 if event.done is None else _ns(event.done)
+    if event.waited is not None:
+        wait_lane = event.wait_lane + 1
+        box.words[at + TIMES_WAITED] = _ns(event.waited) | wait_lane << WAITED_LANE_SHIFT

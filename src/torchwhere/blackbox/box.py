@@ -23,11 +23,12 @@ from torchwhere.blackbox.file_format import (
     CURSOR_HEARTBEAT,
     NO_CALL,
     NO_STEP,
-    TIMES_BYTES,
     TIMES_DONE,
     TIMES_NUMBER,
     TIMES_NUMBER_MASK,
     TIMES_REACHED,
+    TIMES_WAITED,
+    WAITED_MASK,
     EntryType,
     Geometry,
     certainty_of,
@@ -305,7 +306,12 @@ class Box(Shown):
         words = slots[slot].tolist() if slot < len(slots) else [0]
         if words[TIMES_NUMBER] & TIMES_NUMBER_MASK != number + 1:
             return {}
-        times = {"reached_ns": words[TIMES_REACHED], "done_ns": words[TIMES_DONE]}
+        waited_ns = words[TIMES_WAITED] & WAITED_MASK if len(words) > TIMES_WAITED else 0
+        times = {
+            "reached_ns": words[TIMES_REACHED],
+            "waited_ns": waited_ns,
+            "done_ns": words[TIMES_DONE],
+        }
         return {name: self.wall_ns(t_ns) for name, t_ns in times.items() if t_ns}
 
     @property
@@ -317,7 +323,8 @@ class Box(Shown):
         """The slots of the times of a device, which are rows of words."""
         geometry = self.geometry or NO_GEOMETRY
         start = geometry.times_at - geometry.lanes_at
-        return _rows(self._device, start, geometry.table_at - geometry.lanes_at, TIMES_BYTES)
+        end = geometry.table_at - geometry.lanes_at
+        return _rows(self._device, start, end, geometry.times_bytes)
 
     def _cursor_words(self) -> npt.NDArray[np.uint64]:
         """The cursors, which are rows of words."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import SIGNATURE_KEYS, Box
-from torchwhere.blackbox.device import device_times
+from torchwhere.blackbox.device import device_times, device_waits
 from torchwhere.core.events import CUDA_GRAPH_KINDS, TEXT_FIELD, Event, Kind, json_text
 from torchwhere.core.place import PASS_LABELS, Certainty, line_fields
 
@@ -55,6 +55,7 @@ COLUMNS = {
     "for": TEXT,
     "async": FLAG,
     "reached_ns": NUMBER,
+    "waited_ns": NUMBER,
     "done_ns": NUMBER,
     "replayed": FLAG,
     "phase": TEXT,
@@ -267,10 +268,13 @@ def _group_size(group: Mapping[str, Any]) -> int | None:
 
 
 def _device_columns(box: Box, rows: Rows) -> Iterator[tuple[str, Column]]:
-    """Columns of collectives on a device: when it reached them, and when they were done."""
+    """Columns of collectives on a device: when it reached them, came to wait for them, and when
+    they were done."""
     is_collective = box.records["kind"][rows] == Kind.COLLECTIVE
-    for name, times in zip(("reached_ns", "done_ns"), device_times(box), strict=True):
-        t_ns = times[rows]
+    reached, done = device_times(box)
+    times = {"reached_ns": reached, "waited_ns": device_waits(box)[0], "done_ns": done}
+    for name, of_records in times.items():
+        t_ns = of_records[rows]
         yield name, Numbers(_wall_ns(box, t_ns), ~is_collective | (t_ns == 0))
 
 

@@ -27,6 +27,10 @@ from torchwhere.blackbox.file_format import (
     TIMES_NUMBER,
     TIMES_NUMBER_MASK,
     TIMES_REACHED,
+    TIMES_WAITED,
+    WAITED_LANE_SHIFT,
+    WAITED_MASK,
+    EntryType,
 )
 from torchwhere.blackbox.replays import NO_ROW, replay_rows
 from torchwhere.blackbox.string_table import group_of, op_of
@@ -36,6 +40,7 @@ from torchwhere.core.place import Place, unknown_place
 
 Words = npt.NDArray[np.uint64]
 _MOST_UNREACHED = 256
+_NAMES = (EntryType.MODULE, EntryType.LINE)  # of places; a damaged place may have any id
 _NUMBER_MASK = np.uint64(TIMES_NUMBER_MASK)
 
 
@@ -89,7 +94,7 @@ def device_source(box: Box) -> DeviceSource:
     return DeviceSource(
         geometry,
         read=read,
-        name=box.name,
+        name=lambda entry_id: box.name(entry_id) if box.entry_type(entry_id) in _NAMES else None,
         op=lambda entry_id: op_of(box.value(entry_id)),
         group=lambda name: group_of(box.groups().get(name)),
         wall_ns=box.wall_ns,
@@ -143,6 +148,14 @@ def device_times(box: Box) -> tuple[Words, Words]:
     return times[:, TIMES_REACHED], times[:, TIMES_DONE]
 
 
+def device_waits(box: Box) -> tuple[Words, npt.NDArray[np.int64]]:
+    """The time when a stream came to the wait for each asynchronous collective, and the lane of
+    that stream; 0 and -1: unknown."""
+    words = _times(box)[:, TIMES_WAITED]
+    lanes = (words >> np.uint64(WAITED_LANE_SHIFT)).astype(np.int64) - 1
+    return words & np.uint64(WAITED_MASK), lanes
+
+
 def device_lane_numbers(box: Box) -> npt.NDArray[np.int64]:
     """The lane of each record of the box: an index of `device_lanes`; -1: unknown."""
     words = _times(box)[:, TIMES_NUMBER]
@@ -154,9 +167,10 @@ def _times(box: Box) -> Words:
     to another record by now, or is not in the file."""
     numbers, slots = box.records["number"].astype(np.uint64), box.times_slots()
     times = np.zeros((len(numbers), TIMES_BYTES // 8), np.uint64)
+    words = slots.shape[1]  # fewer in older files
     if box.geometry is not None and box.has_device:
         rows = (numbers % np.uint64(box.geometry.capacity)).astype(np.int64)
         is_read = rows < len(slots)
-        times[is_read] = slots[rows[is_read]]
+        times[is_read, :words] = slots[rows[is_read]]
         times[times[:, TIMES_NUMBER] & _NUMBER_MASK != numbers + np.uint64(1)] = 0
     return times

@@ -28,6 +28,8 @@ from torchwhere.blackbox.file_format import (
     TIMES_NUMBER,
     TIMES_NUMBER_MASK,
     TIMES_REACHED,
+    TIMES_WAITED,
+    WAITED_MASK,
     Geometry,
     Record,
     cursor_place,
@@ -126,26 +128,34 @@ def _reached(
     """The last mark of a lane that the device has reached: its place, and its collective."""
     if not lane.t_ns:
         return None, None
-    state = _call_state(source, lane)
-    record = _record(source, lane.record) if state is not None else None
-    return _mark(source, lane.place, lane.step, record, state, rank)
+    number, state = _last_call(source, lane)
+    return _mark(source, lane.place, lane.step, _record(source, number), state, rank)
 
 
-def _call_state(source: DeviceSource, lane: DeviceLane) -> CallState | None:
-    """How far the device is in the last collective of a lane; None if a later mark was reached."""
-    geometry, number = source.geometry, lane.record
-    if number is None:
-        return None
-    at = geometry.times_at + number % geometry.capacity * TIMES_BYTES
-    (times,) = _slots(source, at, 1, TIMES_BYTES)
-    if times[TIMES_NUMBER] & TIMES_NUMBER_MASK != number + 1:
-        return None
+def _last_call(source: DeviceSource, lane: DeviceLane) -> tuple[int | None, CallState | None]:
+    """The record of the collective at the last mark of a lane, and how far the device is in it. Two
+    times None if that mark is not at a collective."""
+    following = lane.next_record if lane.pending else None
+    if _times(source, following)[TIMES_WAITED] & WAITED_MASK == lane.t_ns:
+        return following, CallState.RUNNING  # the stream waits for an asynchronous collective
+    times = _times(source, lane.record)
     if times[TIMES_DONE] == lane.t_ns:
-        return CallState.DONE
+        return lane.record, CallState.DONE
     if times[TIMES_REACHED] != lane.t_ns:
-        return None
-    is_running = lane.pending and lane.next_record == number
-    return CallState.RUNNING if is_running else CallState.REACHED
+        return None, None
+    is_running = following is not None and following == lane.record
+    return lane.record, CallState.RUNNING if is_running else CallState.REACHED
+
+
+def _times(source: DeviceSource, number: int | None) -> Words:
+    """The times of a record; zeros if they are not known."""
+    geometry, no_times = source.geometry, [0] * (TIMES_BYTES // 8)
+    if number is None:
+        return no_times
+    at = geometry.times_at + number % geometry.capacity * geometry.times_bytes
+    (times,) = _slots(source, at, 1, geometry.times_bytes)
+    is_own = times[TIMES_NUMBER] & TIMES_NUMBER_MASK == number + 1
+    return (times + no_times)[: len(no_times)] if is_own else no_times
 
 
 def _unreached(
@@ -156,7 +166,7 @@ def _unreached(
         return None, None
     number = lane.next_record
     record = _record(source, number)
-    is_running = number is not None and number == lane.record
+    is_running = _times(source, number)[TIMES_REACHED] > 0
     state = CallState.RUNNING if is_running else CallState.ISSUED
     step = record.step if record is not None else NO_STEP
     return _mark(source, lane.next_place, step, record, state, rank)

@@ -38,7 +38,8 @@ COUNTERS = 512
 LANE_BYTES = 64
 LANES = 8  # the last one is not a lane: its first word is the time of the last look
 PROGRESS_BYTES = 32  # of each counter
-TIMES_BYTES = 24  # of each record
+TIMES_BYTES = 32  # of each record
+OLD_TIMES_BYTES = 24  # in older files: without the wait
 COUNTER_RANKS = (1 << 20) - 1  # ranks are smaller: a counter stores rank + 1 in 20 bits
 
 # number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, subject, beneficiary,
@@ -95,10 +96,12 @@ COUNTER_STREAM, COUNTER_COUNT, COUNTER_TIME, COUNTER_RECORD = range(4)
 # Words of a progress slot, which belongs to the counter of the same index.
 PROGRESS_REACHED, PROGRESS_REACHED_TIME, PROGRESS_DONE, PROGRESS_DONE_TIME = range(4)
 # Words of a times slot, which belongs to the record of the same slot. The highest byte of the
-# number is the index of the lane plus 1; 0: unknown.
-TIMES_NUMBER, TIMES_REACHED, TIMES_DONE = range(3)
+# number, and the highest bits of the wait, are the index of the lane plus 1; 0: unknown.
+TIMES_NUMBER, TIMES_REACHED, TIMES_DONE, TIMES_WAITED = range(4)
 TIMES_LANE_SHIFT = 56
 TIMES_NUMBER_MASK = (1 << TIMES_LANE_SHIFT) - 1
+WAITED_LANE_SHIFT = 61
+WAITED_MASK = (1 << WAITED_LANE_SHIFT) - 1
 # The stream of a counter in one word: an entry id above, then source + 1, then destination + 1.
 STREAM_ID_SHIFT = 40
 STREAM_SOURCE_SHIFT = 20
@@ -177,6 +180,7 @@ class Geometry:
     counters: int = COUNTERS
     text_bytes: int = TEXT_BYTES
     lanes: int = 0  # 0: the box has no device sections
+    times_bytes: int = TIMES_BYTES
 
     @property
     def cursors_at(self) -> int:
@@ -208,7 +212,7 @@ class Geometry:
 
     @property
     def table_at(self) -> int:
-        return self.times_at + (self.capacity * TIMES_BYTES if self.lanes else 0)
+        return self.times_at + (self.capacity * self.times_bytes if self.lanes else 0)
 
 
 def pack_header(geometry: Geometry, meta: bytes) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchwhere.blackbox.file_format import (
     HEADER_BYTES,
     HEADER_COPIES,
     MAGIC,
+    OLD_TIMES_BYTES,
     VERSION,
     EntryType,
     Geometry,
@@ -126,7 +128,7 @@ def parse_header(data: bytes, *, size: int, path: Path) -> Box:
 
 def _parse_header_copy(box: Box, block: bytes, size: int) -> None:
     fields = HEADER.unpack(block[: HEADER.size])
-    _, version, _, cursors, counters, capacity, text_bytes, lanes, _, meta_bytes = fields
+    _, version, _, cursors, counters, capacity, text_bytes, lanes, table_at, meta_bytes = fields
     if version != VERSION:
         box.problems.append(_wrong_version(version))
         return
@@ -137,6 +139,9 @@ def _parse_header_copy(box: Box, block: bytes, size: int) -> None:
         text_bytes=max(text_bytes, 1),
         lanes=min(lanes, _MOST_LANES),
     )
+    older = replace(box.geometry, times_bytes=OLD_TIMES_BYTES)
+    if older.table_at == table_at:
+        box.geometry = older
     meta = block[HEADER.size : HEADER.size + meta_bytes]
     box.meta = json_object(meta.decode("utf-8", "replace"))
     if size < box.geometry.table_at:

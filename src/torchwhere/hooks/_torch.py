@@ -72,6 +72,18 @@ NAMES = {
         "the process group behind the argument of a c10d op",
         "collectives are not recorded",
     ),
+    "work": Private(
+        "torch._C._distributed_c10d.Work",
+        "device marks",
+        "what an asynchronous collective returns: the job waits for the collective in its `wait`",
+        "the end of asynchronous collectives on a device is unknown",
+    ),
+    "unbox_work": Private(
+        "torch._C._distributed_c10d.Work.unbox",
+        "device marks",
+        "the `Work` behind the result of a c10d op",
+        "the end of asynchronous collectives on a device is unknown",
+    ),
     "current_node": Private(
         "torch._C._current_autograd_node",
         "modules",

@@ -59,7 +59,7 @@ class CollectiveHook:
         *,
         on_call: Callable[[CollectiveCall], bool],
         on_bucket: Callable[[Bucket], bool],
-        on_launched: Callable[[], None],
+        on_launched: Callable[[Any], None],
     ) -> None:
         self._box = box
         self._groups = groups
@@ -133,7 +133,7 @@ class CollectiveHook:
     @_torch.unseen
     def issue(self, op: Op, args: tuple[Any, ...]) -> bool:
         """Record a collective before it is launched. Returns whether to call `on_launched` after
-        that.
+        that, with what the op returned.
 
         DDP's reducer launches all-reduces from C++: in a backward whose start was recorded, or on a
         thread of the engine without a Python stack. From the second time on a bucket is known, and
@@ -234,19 +234,21 @@ class CollectiveKernels(Kernels):
         below = below_backend_select()
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            receiver, is_mark_due = self.receiver, False
+            receiver, is_marked = self.receiver, False
             if receiver is not None:
                 try:
-                    is_mark_due = receiver.issue(op, args)
+                    is_marked = receiver.issue(op, args)
                 except Exception as error:
                     receiver.errors(error)
             else:
                 self._unreported += 1
-            if receiver is None or not is_mark_due:
-                return redispatch(keyset & below, *args, **kwargs)
-            launched = redispatch(keyset & below, *args, **kwargs)
-            receiver.on_launched()
-            return launched
+            result = redispatch(keyset & below, *args, **kwargs)
+            if receiver is not None and is_marked:
+                try:
+                    receiver.on_launched(result)
+                except Exception as error:
+                    receiver.errors(error)
+            return result
 
         return kernel
 

@@ -4,8 +4,10 @@ reads.
 On a GPU a collective does not block the CPU. The CPU issues all work and blocks later, so the place
 of the CPU is not the place of the job. A mark is an event on the current stream just before a
 collective: when the event completes, the device has reached the collective. If the collective runs
-on the current stream, a second mark after it shows when it was done. The native extension sets
-further marks by itself: at steps and at places.
+on the current stream, a second mark after it shows when it was done. The end of an asynchronous
+collective shows when the job waits for it: marks before and after `Work.wait` (`device_waits.h`).
+The native extension sets further marks by itself: at steps and at places, and at the waits of DDP
+and of functional collectives.
 
 The marks need the native extension. Without it, the progress of the device is unknown.
 """
@@ -13,15 +15,28 @@ The marks need the native extension. Without it, the progress of the device is u
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import log
+from torchwhere.hooks.patches import Patches
 from torchwhere.native.load import NativeExtension
 
 REACHED, DONE = range(2)  # `Point` in device_progress.h
+# After these errors every call of CUDA or HIP in this process fails.
+_FINAL_ERRORS = (
+    "device-side assert",
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "invalid program counter",
+    "unspecified launch failure",
+    "uncorrectable ECC error",
+)
 
 
 class ReplayMark(NamedTuple):
@@ -50,13 +65,18 @@ class DeviceHook:
         self._has_context: Callable[[], bool] | None = None  # None: nothing to wait for
         self._has_logged = False
         self.is_on = False
-        # The functions of the extension, without a Python frame in between: this is a hot path.
+        self._patches = Patches()
+        self._unbox_work = _torch.private("unbox_work")
+        # The function of the extension, without a Python frame in between: this is a hot path.
         self.reach: Callable[[int, int, int, int, int, int, int, bool], None] = _no_mark
-        self.done: Callable[[], None] = _no_mark
         if box.native is not None:
-            self.reach, self.done = box.native.device_reach, box.native.device_done
+            self.reach = box.native.device_reach
 
-    def install(self) -> None:
+    def install(self) -> list[str]:
+        self._begin()
+        return _torch.missing("device marks")
+
+    def _begin(self) -> None:
         geometry, device_type = self._box.geometry, _accelerator_type()
         native, native_box = self._native, self._box.native_box
         if native is None or native_box is None or device_type is None or not geometry.lanes:
@@ -70,17 +90,28 @@ class DeviceHook:
         )
         module = getattr(torch, device_type, None)
         self._has_context = getattr(module, "is_initialized", None) if self.is_on else None
+        work = _torch.private("work")
+        if self.is_on and work is not None:
+            self._patches.replace(work, "wait", partial(_marked_wait, native))
 
     def remove(self) -> None:
+        self._patches.restore()
         if self.is_on and self._native is not None:
             self.is_on = False
             self._native.device_end()
 
     def abandon(self) -> None:
         """Stop marking in a forked child, which must not touch the device."""
+        self._patches.restore()
         if self.is_on and self._native is not None:
             self.is_on = False
             self._native.device_abandon()
+
+    def fail(self, text: str) -> None:
+        """Leave the device alone if an error, given as text, has made it unusable."""
+        is_final = any(map(text.__contains__, _FINAL_ERRORS))
+        if self.is_on and self._native is not None and is_final:
+            self._native.device_fail(text)
 
     def look_for_context(self) -> None:
         """Let marks begin once the job has initialized the device."""
@@ -89,6 +120,15 @@ class DeviceHook:
             self._has_context = None
             if self._native is not None:
                 self._native.device_ready()
+
+    def launched(self, result: Any) -> None:
+        """Mark the end of the collective that this thread has just launched, given what its op
+        returned. If it is asynchronous, remember it until the job waits for it."""
+        native, unbox = self._native, self._unbox_work
+        if native is None or native.device_done() or unbox is None:
+            return
+        *outputs, work = result if isinstance(result, tuple) else (result,)
+        native.device_will_wait(unbox(work), _storage_address(outputs))
 
     def mark_replay(self, mark: ReplayMark, point: int) -> None:
         """Mark a replay that is about to be launched (`REACHED`), or its end (`DONE`)."""
@@ -114,6 +154,21 @@ class DeviceHook:
 
 def _no_mark(*_: int) -> None:
     """There is no native extension."""
+
+
+def _marked_wait(native: NativeExtension, wait: Any) -> Any:
+    """A method that sets marks before and after a method of pybind11."""
+    return native.device_wait_method(getattr(wait, "__func__", wait))
+
+
+def _storage_address(outputs: Any) -> int:
+    """The address of the first storage in the outputs of an op; 0 if there is none."""
+    while isinstance(outputs, (list, tuple)) and outputs:
+        outputs = outputs[0]
+    if not isinstance(outputs, torch.Tensor):
+        return 0
+    address: int = outputs.untyped_storage()._cdata
+    return address
 
 
 def _accelerator_type() -> str | None:

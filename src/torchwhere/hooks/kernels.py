@@ -165,7 +165,7 @@ def _other_stacks() -> dict[int, FrameType]:
 ALL_REDUCE = "allreduce_"
 
 Issue = Callable[[tuple[Any, ...]], bool]
-Launched = Callable[[], None]
+Launched = Callable[[Any], None]
 
 _library: Any = None  # of our own op
 _receiver: tuple[Issue, Launched, ErrorLimiter] | None = None  # gets the calls of our own op
@@ -211,16 +211,19 @@ def _define() -> None:
 
     @_torch.stepped_over
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        receiver, is_mark_due = _receiver, False
+        receiver, is_marked = _receiver, False
         if receiver is not None:
             try:
-                is_mark_due = receiver[0](args)
+                is_marked = receiver[0](args)
             except Exception as error:
                 receiver[2](error)
-        launched = redispatch(keyset & below, *args, **kwargs)
-        if receiver is not None and is_mark_due:
-            receiver[1]()
-        return launched
+        result = redispatch(keyset & below, *args, **kwargs)
+        if receiver is not None and is_marked:
+            try:
+                receiver[1](result)
+            except Exception as error:
+                receiver[2](error)
+        return result
 
     library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(str(overload._schema).removeprefix("c10d::"))

@@ -17,8 +17,9 @@ _inside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def retire(wrapper: Any, original: Any) -> None:
-    """Remember the original of a wrapper that stays."""
-    _inside[wrapper] = original
+    """Remember the original of a wrapper that stays, if the wrapper can be such a key."""
+    with contextlib.suppress(TypeError):
+        _inside[wrapper] = original
 
 
 def unwrap(function: Any) -> Any:

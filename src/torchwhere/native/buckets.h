@@ -63,7 +63,7 @@ struct Kernel {
   std::unordered_map<c10::TensorImpl*, Buckets*> reducer_of;
   Recent recent[3] = {};
   uint64_t recorded = 0;
-  std::optional<c10::RegistrationHandleRAII> registration;
+  std::optional<c10::RegistrationHandleRAII> registration, waits;
   std::optional<c10::OperatorHandle> python;
 };
 inline Kernel& kernel = *new Kernel;

@@ -255,6 +255,13 @@ struct DeviceEvents {
     return true;
   }
 
+  // Ends the events for good, because of an error of the device.
+  void fail(const std::string& why) {
+    std::lock_guard<std::mutex> guard(lock);
+    if (problem.empty()) problem = why.substr(0, why.find('\n'));
+    is_on = false;
+  }
+
  private:
   // Starts the harvester, at the first event: a job that forks before it uses the device has no
   // thread of ours.
@@ -269,12 +276,6 @@ struct DeviceEvents {
     } catch (const std::exception&) {  // too many threads: the next event tries again
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  }
-
-  void fail(const std::string& why) {
-    std::lock_guard<std::mutex> guard(lock);
-    if (problem.empty()) problem = why.substr(0, why.find('\n'));
-    is_on = false;
   }
 
   Lane<Data>* lane_of(const c10::Stream& stream) {

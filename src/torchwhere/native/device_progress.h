@@ -3,7 +3,8 @@
 // A mark is an event (`device_events.h`) on the current stream, recorded just before a collective is
 // issued, at the begin of a step, or when the place of the thread changes. When it completes, the
 // device has reached that point. A second mark after a collective on the current stream shows when
-// the collective was done. The reader of the events writes the times into the box.
+// the collective was done; for an asynchronous collective, marks around the wait for it show that
+// (`device_waits.h`). The reader of the events writes the times into the box.
 #pragma once
 
 #include <ATen/Context.h>
@@ -18,21 +19,31 @@ constexpr int LANE_PLACE = 0, LANE_TIME = 1, LANE_STEP = 2, LANE_ID = 3, LANE_RE
               LANE_PENDING = 5, LANE_NEXT_PLACE = 6, LANE_NEXT_RECORD = 7;
 constexpr int PROGRESS_REACHED = 0, PROGRESS_REACHED_TIME = 1, PROGRESS_DONE = 2,
               PROGRESS_DONE_TIME = 3, PROGRESS_WORDS = 4;
-constexpr int TIMES_NUMBER = 0, TIMES_REACHED = 1, TIMES_DONE = 2, TIMES_WORDS = 3;
-constexpr int TIMES_LANE_SHIFT = 56;  // in the word of the number: the index of the lane plus 1
+constexpr int TIMES_NUMBER = 0, TIMES_REACHED = 1, TIMES_DONE = 2, TIMES_WAITED = 3,
+              TIMES_WORDS = 4;
+// The index of the lane plus 1: in the word of the number, and in that of the wait.
+constexpr int TIMES_LANE_SHIFT = 56, WAITED_LANE_SHIFT = 61;
 // A thread marks its place at most this often, and more often if the pass changes. So places cost
 // at most 0.4 % of the time of the thread, for any model: a mark takes about 2 us.
 constexpr uint64_t PLACE_EVERY_NS = 500'000, PASS_EVERY_NS = 50'000;
 
-enum class Point : int { REACHED = 0, DONE = 1, PLACE = 2 };
+// WAITED: the stream has come to a wait for an asynchronous collective.
+enum class Point : int { REACHED = 0, DONE = 1, PLACE = 2, WAITED = 3 };
 
-// The point that a mark represents. `record` and `counter` are negative if there is none.
-struct Mark {
-  Point point;
+// `record` and `counter` are negative if there is none.
+struct MarkedCall {
   int64_t record;   // number of the record of a collective, or of the begin of a step
   int64_t counter;  // index of the words of a collective's stream counter
   uint64_t count;   // its number in the stream, plus 1
+};
+
+// The point that a mark represents.
+struct Mark {
+  Point point;
+  MarkedCall call;
   uint64_t place, step;
+  // of a wait for several collectives: all but the last one, which is `call`
+  std::shared_ptr<const std::vector<MarkedCall>> others = nullptr;
 };
 
 // Writes marks into the device sections of a box. All positions are indexes of words.
@@ -52,18 +63,18 @@ struct DeviceSections {
     uint64_t* words = words_of(lane);
     words[LANE_PLACE] = mark.place;
     words[LANE_STEP] = mark.step;
-    bool is_collective = mark.point != Point::PLACE && mark.record >= 0;
-    if (is_collective) words[LANE_RECORD] = static_cast<uint64_t>(mark.record) + 1;
+    if (uint64_t record = collective_of(mark))  // the wait for a collective may come after others
+      words[LANE_RECORD] = std::max(words[LANE_RECORD], record);
     words[LANE_TIME] = t_ns;
-    if (mark.record >= 0) set_time(lane, mark, t_ns);
-    if (is_collective && mark.counter >= 0) count(mark, t_ns);
+    if (mark.others != nullptr)
+      for (const MarkedCall& call : *mark.others) reach(lane, mark.point, call, t_ns);
+    reach(lane, mark.point, mark.call, t_ns);
   }
 
   void waits(const MarkLane& lane, size_t pending, const Mark* next) {
     uint64_t* words = words_of(lane);
-    bool is_collective = next != nullptr && next->point != Point::PLACE && next->record >= 0;
     words[LANE_NEXT_PLACE] = next == nullptr ? 0 : next->place;
-    words[LANE_NEXT_RECORD] = is_collective ? static_cast<uint64_t>(next->record) + 1 : 0;
+    words[LANE_NEXT_RECORD] = next == nullptr ? 0 : collective_of(*next);
     words[LANE_PENDING] = pending;
   }
 
@@ -74,27 +85,49 @@ struct DeviceSections {
     return box->words + lanes + lane.index * LANE_WORDS;
   }
 
-  void set_time(const MarkLane& lane, const Mark& mark, uint64_t t_ns) {
-    auto record = static_cast<uint64_t>(mark.record);
-    uint64_t* times_of = box->words + times + record % box->capacity * TIMES_WORDS;
-    bool is_new = times_of[TIMES_NUMBER] << 8 >> 8 != record + 1;
-    if (is_new) {
-      times_of[TIMES_NUMBER] = 0;
-      times_of[TIMES_REACHED] = times_of[TIMES_DONE] = 0;
-    }
-    times_of[mark.point == Point::DONE ? TIMES_DONE : TIMES_REACHED] = t_ns;
-    if (is_new)
-      times_of[TIMES_NUMBER] =
-          (record + 1) | static_cast<uint64_t>(lane.index + 1) << TIMES_LANE_SHIFT;
+  // The number of the record of a mark's collective, plus 1; 0 if it has none.
+  static uint64_t collective_of(const Mark& mark) {
+    bool is_collective = mark.point != Point::PLACE && mark.call.record >= 0;
+    return is_collective ? static_cast<uint64_t>(mark.call.record) + 1 : 0;
   }
 
-  void count(const Mark& mark, uint64_t t_ns) {
-    bool is_done = mark.point == Point::DONE;
-    uint64_t* progress = box->words + mark.counter + progress_shift;
+  void reach(const MarkLane& lane, Point point, const MarkedCall& call, uint64_t t_ns) {
+    if (call.record >= 0) set_time(lane, point, static_cast<uint64_t>(call.record) + 1, t_ns);
+    if ((point == Point::REACHED || point == Point::DONE) && call.counter >= 0)
+      count(point, call, t_ns);
+  }
+
+  // `number` is that of the record plus 1, as in the box. The marks of a collective may be on several
+  // streams, so they may be read in any order.
+  void set_time(const MarkLane& lane, Point point, uint64_t number, uint64_t t_ns) {
+    uint64_t* times_of = box->words + times + (number - 1) % box->capacity * TIMES_WORDS;
+    uint64_t before = times_of[TIMES_NUMBER] << 8 >> 8;
+    if (before > number) return;  // a newer record has the slot
+    if (before != number) {
+      times_of[TIMES_NUMBER] = 0;
+      times_of[TIMES_REACHED] = times_of[TIMES_DONE] = times_of[TIMES_WAITED] = 0;
+    }
+    uint64_t lane_number = lane.index + 1;
+    if (point == Point::DONE)
+      times_of[TIMES_DONE] = t_ns;
+    else if (point == Point::WAITED)
+      times_of[TIMES_WAITED] = t_ns | lane_number << WAITED_LANE_SHIFT;
+    else
+      times_of[TIMES_REACHED] = t_ns;
+    bool is_reached = point == Point::REACHED || point == Point::PLACE;
+    if (is_reached)
+      times_of[TIMES_NUMBER] = number | lane_number << TIMES_LANE_SHIFT;
+    else if (before != number)
+      times_of[TIMES_NUMBER] = number;
+  }
+
+  void count(Point point, const MarkedCall& call, uint64_t t_ns) {
+    bool is_done = point == Point::DONE;
+    uint64_t* progress = box->words + call.counter + progress_shift;
     uint64_t& count = progress[is_done ? PROGRESS_DONE : PROGRESS_REACHED];
-    if (mark.count <= count) return;  // a group may use several streams, as FSDP does
+    if (call.count <= count) return;  // a group may use several streams, as FSDP does
     progress[is_done ? PROGRESS_DONE_TIME : PROGRESS_REACHED_TIME] = t_ns;
-    count = mark.count;
+    count = call.count;
   }
 };
 
@@ -144,14 +177,14 @@ inline void mark_place(const Box* box, uint64_t place, uint64_t t_ns) {
   uint64_t pass = place >> PASS_SHIFT & PASS_MASK;
   if (t_ns - last.t_ns < (pass == last.pass ? PLACE_EVERY_NS : PASS_EVERY_NS)) return;
   last = {t_ns, pass};
-  self.mark_current_device(t_ns, {Point::PLACE, -1, -1, 0, place, box->step});
+  self.mark_current_device(t_ns, {Point::PLACE, {-1, -1, 0}, place, box->step});
 }
 
 inline void mark_step(const Box* box, uint64_t place, uint64_t record, uint64_t t_ns) {
   DeviceProgress& self = *device_progress;
   if (!self.has_context.load(std::memory_order_relaxed)) return;
   auto number = static_cast<int64_t>(record);
-  self.mark_current_device(t_ns, {Point::PLACE, number, -1, 0, place, box->step});
+  self.mark_current_device(t_ns, {Point::PLACE, {number, -1, 0}, place, box->step});
 }
 
 // -- functions for Python -------------------------------------------------------------------------
@@ -213,12 +246,13 @@ inline PyObject* device_ready(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// The mark at the end of the collective that this thread launches now.
 struct DueMark {
-  bool is_due = false;
+  bool is_on_current_stream = false;
   c10::DeviceIndex index = 0;
   Mark mark{};
 };
-inline thread_local DueMark due_mark;  // of the collective that this thread launches now
+inline thread_local DueMark due_mark;
 
 // Reads the arguments index, record, counter, count, place, step, issued_ns and a last one.
 struct MarkArguments {
@@ -237,9 +271,7 @@ struct MarkArguments {
     index = static_cast<c10::DeviceIndex>(values[0]);
     mark = {
         Point::REACHED,
-        values[1],
-        values[2],
-        static_cast<uint64_t>(values[3]),
+        {values[1], values[2], static_cast<uint64_t>(values[3])},
         static_cast<uint64_t>(values[4]),
         static_cast<uint64_t>(values[5])};
     issued_ns = static_cast<uint64_t>(values[6]);
@@ -249,8 +281,7 @@ struct MarkArguments {
 };
 
 // device_reach(index, record, counter, count, place, step, issued_ns, is_on_current_stream): marks a
-// collective that is about to be launched. If it runs on the current stream, `device_done` must
-// follow after the launch.
+// collective that is about to be launched. `device_done` must follow after the launch.
 inline PyObject* device_reach(PyObject*, PyObject* const* args, Py_ssize_t given) {
   MarkArguments given_mark;
   if (!given_mark.parse(args, given)) return nullptr;
@@ -271,13 +302,6 @@ inline PyObject* device_mark(PyObject*, PyObject* const* args, Py_ssize_t given)
   Py_RETURN_NONE;
 }
 
-// device_done(): marks the end of the collective that this thread has just launched.
-inline PyObject* device_done(PyObject*, PyObject*) {
-  if (due_mark.is_due) device_progress->mark(due_mark.index, now_ns(), due_mark.mark);
-  due_mark.is_due = false;
-  Py_RETURN_NONE;
-}
-
 // device_step(box, place, record): marks the begin of a step on the current device.
 inline PyObject* device_step(PyObject*, PyObject* const* args, Py_ssize_t given) {
   if (given != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments, not %zd", given);
@@ -285,6 +309,17 @@ inline PyObject* device_step(PyObject*, PyObject* const* args, Py_ssize_t given)
   uint64_t record = PyLong_AsUnsignedLongLong(args[2]);
   if (PyErr_Occurred()) return nullptr;
   mark_step(reinterpret_cast<Box*>(args[0]), place, record, now_ns());
+  Py_RETURN_NONE;
+}
+
+// device_fail(problem): the job has seen an error of the device, so nothing calls the device again.
+inline PyObject* device_fail(PyObject*, PyObject* problem) {
+  const char* text = PyUnicode_AsUTF8(problem);
+  if (text == nullptr) return nullptr;
+  {
+    WithoutGil without_gil;
+    device_progress->fail(text);
+  }
   Py_RETURN_NONE;
 }
 

@@ -4,6 +4,7 @@
 // `docs/overhead.md`. `extension.pyi` describes it to the type checker.
 #include "box.h"
 #include "device_progress.h"
+#include "device_waits.h"
 #include "exit_code.h"
 #include "modules.h"
 #include "fast_path.h"
@@ -31,7 +32,10 @@ PyMethodDef functions[] = {
     {"device_reach", torchwhere::method(torchwhere::device_reach), METH_FASTCALL, nullptr},
     {"device_mark", torchwhere::method(torchwhere::device_mark), METH_FASTCALL, nullptr},
     {"device_done", torchwhere::device_done, METH_NOARGS, nullptr},
+    {"device_will_wait", torchwhere::method(torchwhere::device_will_wait), METH_FASTCALL, nullptr},
+    {"device_wait_method", torchwhere::device_wait_method, METH_O, nullptr},
     {"device_step", torchwhere::method(torchwhere::device_step), METH_FASTCALL, nullptr},
+    {"device_fail", torchwhere::device_fail, METH_O, nullptr},
     {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},
     {"terminate_begin", torchwhere::terminate_begin, METH_O, nullptr},
     {"terminate_end", torchwhere::terminate_end, METH_NOARGS, nullptr},

@@ -10,12 +10,13 @@
 #include <sched.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "buckets.h"
-#include "device_progress.h"
+#include "device_waits.h"
 
 namespace torchwhere {
 
@@ -69,8 +70,14 @@ inline Launch launch_of(const std::vector<c10::IValue>& stack, size_t arguments)
 // The mark to set on the device before a launch.
 struct LaunchMark {
   bool is_due = false;
-  uint64_t t_ns = 0;
+  uint64_t t_ns = 0, box = 0;
   Mark mark{};
+};
+
+// Counts a thread that may use the box.
+struct Inside {
+  Inside() { kernel.inside.fetch_add(1); }
+  ~Inside() { kernel.inside.fetch_sub(1); }
 };
 
 // Finds and counts the bucket, and returns what to write. Holds the lock, and touches no page of
@@ -125,10 +132,8 @@ inline bool write(Box* box, const Launch& launch, LaunchMark* due) {
   cursor[CURSOR_PLACE] = place;
   cursor[CURSOR_TIME] = record.t_ns;
   if (!launch.device.is_cpu()) {
-    auto of_record = static_cast<int64_t>(number);
-    due->is_due = true;
-    due->t_ns = record.t_ns;
-    due->mark = {Point::REACHED, of_record, counter, record.extra + 1, place, record.step};
+    MarkedCall call{static_cast<int64_t>(number), counter, record.extra + 1};
+    *due = {true, record.t_ns, box->id, {Point::REACHED, call, place, record.step}};
   }
   return true;
 }
@@ -139,10 +144,7 @@ inline bool recorded_natively(
     const torch::jit::Stack& stack,
     Launch* launch,
     LaunchMark* due) {
-  struct Inside {
-    Inside() { kernel.inside.fetch_add(1); }
-    ~Inside() { kernel.inside.fetch_sub(1); }
-  } inside;
+  Inside inside;
   Box* box = kernel.box.load();
   if (box == nullptr) {
     kernel.passed.fetch_add(1);
@@ -156,6 +158,70 @@ inline bool recorded_natively(
   }
 }
 
+// -- the wait of DDP ------------------------------------------------------------------------------
+// DDP waits for its buckets in a callback at the end of the backward. Callbacks run in the order in
+// which they were queued, also those that a callback queues: ours before the one of DDP, and ours
+// after it, mark the wait. If the backward fails, they do not run.
+
+// The buckets that one backward has launched on a device.
+struct BucketWait {
+  int task;
+  uint64_t box;
+  c10::DeviceIndex index;
+  Mark mark;  // of the last bucket
+  std::vector<MarkedCall> calls;
+};
+inline std::shared_ptr<BucketWait>& bucket_wait = *new std::shared_ptr<BucketWait>;
+
+inline void set_mark(const BucketWait& wait, const Mark& mark) noexcept {
+  {
+    Inside inside;
+    Box* box = kernel.box.load();
+    if (box == nullptr || box->id != wait.box) return;  // the watch has ended
+  }
+  device_progress->mark(wait.index, now_ns(), mark);
+}
+
+inline void mark_wait(const std::shared_ptr<BucketWait>& wait) noexcept {
+  try {
+    {
+      std::lock_guard<std::mutex> guard(kernel.lock);
+      if (bucket_wait == wait) bucket_wait = nullptr;
+    }
+    Mark mark = wait->mark;
+    wait->calls.pop_back();
+    mark.others = std::make_shared<const std::vector<MarkedCall>>(std::move(wait->calls));
+    mark.point = Point::WAITED;
+    set_mark(*wait, mark);
+    mark.point = Point::DONE;
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [wait, mark] { set_mark(*wait, mark); });
+  } catch (const std::exception&) {  // no memory
+  }
+}
+
+// Marks the launch of a bucket, outside the gate of the box: the mark waits if the stream is full.
+inline void mark_launch(c10::DeviceIndex index, const LaunchMark& due) noexcept {
+  device_progress->mark(index, due.t_ns, due.mark);
+  try {
+    int task = torch::autograd::get_current_graph_task_id();
+    std::shared_ptr<BucketWait> wait;
+    {
+      std::lock_guard<std::mutex> guard(kernel.lock);
+      wait = bucket_wait;
+      bool is_new = wait == nullptr || wait->task != task || wait->box != due.box ||
+          wait->index != index;
+      if (is_new) bucket_wait = std::make_shared<BucketWait>(BucketWait{task, due.box, index});
+      bucket_wait->mark = due.mark;
+      bucket_wait->calls.push_back(due.mark.call);
+      wait = is_new ? bucket_wait : nullptr;
+    }
+    if (wait != nullptr)
+      torch::autograd::Engine::get_default_engine().queue_callback([wait] { mark_wait(wait); });
+  } catch (const std::exception&) {  // no memory
+  }
+}
+
 inline void allreduce(
     const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static const c10::DispatchKeySet below(
@@ -163,8 +229,7 @@ inline void allreduce(
   Launch launch;
   LaunchMark due;
   if (recorded_natively(op, *stack, &launch, &due)) {
-    // outside the gate of the box: the mark waits if the stream is full
-    if (due.is_due) device_progress->mark(launch.device.index(), due.t_ns, due.mark);
+    if (due.is_due) mark_launch(launch.device.index(), due);
     op.redispatchBoxed(keys & below, stack);
     return;
   }
@@ -182,6 +247,7 @@ inline void allreduce(
 // inside may need it to handle a fault.
 inline void close_gate() {
   Box* box = kernel.box.exchange(nullptr);
+  async_calls->clear();
   if (box == nullptr) return;
   Py_BEGIN_ALLOW_THREADS;
   while (kernel.inside.load() != 0) sched_yield();
@@ -226,6 +292,15 @@ inline PyObject* begin(PyObject*, PyObject* args) {
           nullptr,
           "torchwhere");
     }
+    if (device_progress->is_on && !kernel.waits &&
+        dispatcher.findSchema({"_c10d_functional::wait_tensor", ""}))
+      kernel.waits = dispatcher.registerImpl(
+          {"_c10d_functional::wait_tensor", ""},
+          c10::DispatchKey::BackendSelect,
+          c10::KernelFunction::makeFromBoxedFunction<&wait_tensor>(),
+          std::nullopt,
+          nullptr,
+          "torchwhere");
   } catch (const std::exception& error) {
     close_gate();
     return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
@@ -243,14 +318,16 @@ inline PyObject* pause(PyObject*, PyObject*) {
 inline PyObject* abandon(PyObject*, PyObject*) {
   kernel.inside = 0;
   new (&kernel.lock) std::mutex;
+  async_calls = new AsyncCalls;
   close_gate();
   Py_RETURN_NONE;
 }
 
-// end(): removes the kernel.
+// end(): removes the kernels.
 inline PyObject* end(PyObject*, PyObject*) {
   close_gate();
   kernel.registration.reset();
+  kernel.waits.reset();
   Py_RETURN_NONE;
 }
 

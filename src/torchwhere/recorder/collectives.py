@@ -112,7 +112,7 @@ class CollectiveRecorder:
     def collective(self, call: CollectiveCall) -> bool:
         """Record a collective that is about to be launched.
 
-        Returns whether a mark on its device is due after the launch.
+        Returns whether its device needs to know that it was launched.
         """
         locator = self._locator
         stack = call.stack
@@ -131,7 +131,10 @@ class CollectiveRecorder:
         graph_id = 0
         if graph is not None or locator.compiling:
             graph_id = locator.graph_id(graph)
-        return self._record(call, track, place_ids, line, graph_id, self._beneficiary(call))
+        beneficiary = self._beneficiary(call)
+        is_marked = self._record(call, track, place_ids, line, graph_id, beneficiary)
+        # DDP waits for its buckets by itself.
+        return is_marked and (call.is_on_current_stream or call.bucket is None)
 
     def bucket(self, bucket: Bucket) -> bool:
         """Record that DDP reduces a bucket again: only the number of the call is new.
@@ -141,10 +144,10 @@ class CollectiveRecorder:
         track = self._here()
         place_ids = bucket.place_ids or self._place_ids_of_bucket(bucket, track)
         line = self._line_of_backward(track, place_ids)
-        is_mark_due = self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
+        is_marked = self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
         if self._native is not None and bucket.place_ids is not None:
             self._teach(bucket)
-        return is_mark_due
+        return is_marked and bucket.call.is_on_current_stream
 
     def _record(
         self,
@@ -155,7 +158,10 @@ class CollectiveRecorder:
         graph: int,
         beneficiary: int,
     ) -> bool:
-        """Write the record and count the call. Touches little: cold Python code is slow."""
+        """Write the record and count the call. Touches little: cold Python code is slow.
+
+        Returns whether the call was marked on a device.
+        """
         if self._cuda_graphs.active:
             captured = self._cuda_graphs.capture_of(call.device_index)
             if captured is not None:
@@ -207,7 +213,7 @@ class CollectiveRecorder:
             t_ns,
             call.is_on_current_stream,
         )
-        return call.is_on_current_stream
+        return True
 
     # -- CUDA graphs -------------------------------------------------------------------------------
 

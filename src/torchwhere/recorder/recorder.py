@@ -54,12 +54,14 @@ class Recorder:
         rank: int,
         last_collectives: Callable[[], list[str]],
         on_step: Callable[[int, int], None],
+        on_device_error: Callable[[str], None],
     ) -> None:
         self.box = box
         self.locator = locator
         self.rank = rank
         self._last_collectives = last_collectives
         self._on_step = on_step
+        self._on_device_error = on_device_error
         self._counter = box.counter
         self._native = box.native
         self._check_file_at = 0
@@ -291,6 +293,7 @@ class Recorder:
         if is_of_device(error):
             text["device"] = device_note(self.device_place(place))
             error.add_note(f"{NOTE_START}{text['device']}")
+            self._on_device_error(described(error))
         line_id = self.box.intern(EntryType.LINE, line) if line else 0
         self.write(Kind.EXCEPTION, track, place_ids, line=line_id, extra=self._text(text))
 

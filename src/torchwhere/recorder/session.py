@@ -92,6 +92,7 @@ class Session:
             rank=meta["rank"],
             last_collectives=self.collectives.last,
             on_step=self._device.step,
+            on_device_error=self._device.fail,
         )
         self.phases = PhaseRecorder(self._box, locator, rank=meta["rank"])
         self.heartbeat = Heartbeat(
@@ -145,7 +146,7 @@ class Session:
             self._reducers,
             on_call=self.collectives.collective,
             on_bucket=self.collectives.bucket,
-            on_launched=self._device.done,
+            on_launched=self._device.launched,
         )
         cuda_graphs = CudaGraphRecorder(
             self.recorder, self.collectives, self._cuda_graphs, self._device

@@ -5,9 +5,10 @@ device of the group did, and when it was done.
 `JobArrivals` finds the last device of each collective from the arrivals of all ranks. With that,
 `device_calls` gives the `DeviceCalls` of a rank, as columns in aligned time.
 
-A box has the end of each collective that runs on the current stream of the device. It may not have
-the end of an asynchronous collective. Then only a lower bound is known: most collectives end on no
-rank before the last device has reached them.
+A box has the end of each collective that runs on the current stream of the device. Of an
+asynchronous collective it has when a stream came to the wait for it, and when the stream passed
+that wait. If the stream had to wait, it passed when the collective was done. Otherwise only a lower
+bound of the end is known: most collectives end on no rank before the last device has reached them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.device import device_lane_numbers, device_lanes, device_times
+from torchwhere.blackbox.device import (
+    device_lane_numbers,
+    device_lanes,
+    device_times,
+    device_waits,
+)
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_REPLAYED
 from torchwhere.core.arrays import Bools, Times, Words
 from torchwhere.core.events import Kind
@@ -37,6 +43,7 @@ UNKNOWN_NS = -1
 NO_RANK = -1
 _DEFAULT_STREAM = 0
 _NO_CALLS = tuple(np.empty(0, np.int64) for _ in range(5))
+_SHORTEST_WAIT_NS = 20_000  # two marks with nothing between them take a few us
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,9 @@ class DeviceCalls:
     rank: int
     at: Times  # index of the record
     reached_ns: Times
-    done_ns: Times  # UNKNOWN_NS: not recorded, or not done
+    done_ns: Times  # UNKNOWN_NS: not known exactly, or not done
+    has_ended: Bools  # whether it was done before a time that is known
+    waited_ns: Times  # when the stream of the job came to the wait for it; UNKNOWN_NS: unknown
     last_ns: Times  # when the last device of the group reached it; UNKNOWN_NS: not all have
     last_rank: Times  # the rank of that device; NO_RANK: unknown
     waits_for_all: Bools  # whether it ends on no rank before all devices have reached it
@@ -123,14 +132,20 @@ def device_calls(
         parts.append((calls.at, reached, np.where(is_done, done, UNKNOWN_NS), *last))
     at, reached, done, last_ns, last_rank = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(at)
-    at = at[order]
-    is_on_stream, flags = on_job_stream(box, at), box.records["flags"][at]
+    at, done = at[order], done[order]
+    is_on_stream, flags = on_job_stream(box, device_lane_numbers(box)[at]), box.records["flags"][at]
     is_replayed = flags & FLAG_REPLAYED != 0
+    waited, wait_lanes = (words[at] for words in device_waits(box))
+    waited_ns = clocks.aligned_ns(box.rank, as_wall_ns(box, waited))
+    waited_ns = np.where(waited > 0, waited_ns, UNKNOWN_NS)
+    is_known = (waited == 0) | _shows_end(waited_ns, done)
     return DeviceCalls(
         rank=box.rank,
         at=at,
         reached_ns=reached[order],
-        done_ns=done[order],
+        done_ns=np.where(is_known, done, UNKNOWN_NS),
+        has_ended=done >= 0,
+        waited_ns=np.where(on_job_stream(box, wait_lanes), waited_ns, UNKNOWN_NS),
         last_ns=last_ns[order],
         last_rank=last_rank[order],
         waits_for_all=_wait_for_all(box, at),
@@ -140,21 +155,29 @@ def device_calls(
     )
 
 
+def _shows_end(waited_ns: Times, passed_ns: Times) -> Bools:
+    """Whether the time when a stream passed the wait for each collective is the end of the
+    collective: the stream had to wait, and the collective is the last one of that wait."""
+    is_last = np.zeros(len(passed_ns), np.bool_)
+    is_last[len(passed_ns) - 1 - np.unique(passed_ns[::-1], return_index=True)[1]] = True
+    return is_last & (passed_ns - waited_ns > _SHORTEST_WAIT_NS)
+
+
 def _wait_for_all(box: Box, at: Times) -> Bools:
     subjects = box.records["subject"][at]
     waiting = [own for own in np.unique(subjects).tolist() if waits_for_all(box.value(own))]
     return np.isin(subjects, waiting)
 
 
-def on_job_stream(box: Box, at: Times) -> Bools:
-    """Whether the marks of some records are on the stream of the job.
+def on_job_stream(box: Box, lanes: Times) -> Bools:
+    """Whether marks on some lanes are on the stream of the job.
 
     That is the stream on which steps begin, else the default stream, or the only stream that has
     marks. FSDP issues its collectives on its own streams, and the job continues meanwhile.
     """
     if len(device_lanes(box)) == 1:
-        return np.ones(len(at), np.bool_)
-    return np.isin(device_lane_numbers(box)[at], _job_lanes(box))
+        return np.ones(len(lanes), np.bool_)
+    return np.isin(lanes, _job_lanes(box))
 
 
 def _job_lanes(box: Box) -> list[int]:

@@ -3,16 +3,17 @@
 `device_steps` takes a box and its `DeviceCalls`, and gives `DeviceSteps`: one item a column for
 each step. Four parts add up to the time of a step:
 
-- *exposed*: a collective blocked the stream of the job, so no kernel of the job ran on it.
+- *exposed*: a collective blocked the stream of the job, or the stream waited for an asynchronous
+  one, so no kernel of the job ran on it.
 - *hidden*: other collectives were in flight, asynchronous or on a separate stream, and the
   stream of the job continued: it reached a later mark before they ended.
 - *unclear*: such a collective was in flight, and it is not known whether the stream continued or
   waited for the collective. A replay of a CUDA graph that contains a collective counts as a whole.
 - *compute*: no collective was in flight. The device computed, copied, or had nothing to do.
 
-If the end of a collective was not recorded, its time counts until the last device of its group
-reached it, which is the earliest end that it can have. `open_calls` counts such collectives. With
-them, *compute* is an upper bound.
+If the end of a collective is not known, its time counts until the last device of its group reached
+it, which is the earliest end that it can have. With such collectives *compute* is an upper bound.
+`open_calls` counts those of which it is not even known that they have ended.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class DeviceSteps:
         begin_ns: When the device began each step, on the aligned clock.
         device_ns: The time from the start of a step to the start of the next one.
         compute_ns: The part of it without a collective in flight.
-        exposed_ns: The part in which a collective blocked the stream of the job.
+        exposed_ns: The part in which a collective blocked the stream of the job, or the stream
+            waited for one.
         hidden_ns: The part in which only other collectives were in flight and the stream continued.
         unclear_ns: The same, but the stream may have waited for them.
         waited_ns: The time in which a collective waited for the device of another rank.
@@ -94,7 +96,9 @@ def device_steps(
     if not is_complete.any():
         return None
     edges = begins[:-1][is_complete], begins[1:][is_complete]
-    exposed = _Cover(calls.reached_ns[calls.is_blocking], calls.end_ns[calls.is_blocking])
+    is_exposed = calls.is_blocking | ((calls.waited_ns >= 0) & (calls.done_ns >= 0))
+    begins = np.where(calls.is_blocking, calls.reached_ns, _waits(calls))
+    exposed = _Cover(begins[is_exposed], calls.end_ns[is_exposed])
     unhidden = _Cover(*_unhidden(box, calls, clocks))
     in_flight = _Cover(calls.reached_ns, calls.end_ns)
     waits = calls.wait_ns.clip(min=0)
@@ -113,7 +117,8 @@ def device_steps(
         waited_ns=_Cover(calls.reached_ns, calls.reached_ns + waits).within(*edges),
         waited_for=_waited_for(calls, waits, np.where(is_inside, step_of, -1), len(device_ns)),
         open_calls=np.bincount(
-            step_of[is_inside & (calls.done_ns < 0)], minlength=len(device_ns)
+            step_of[is_inside & ~calls.has_ended],
+            minlength=len(device_ns),
         ).astype(np.int64),
     )
 
@@ -140,19 +145,28 @@ def _begins(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[
     return numbers, np.maximum.accumulate(begins) if len(begins) else begins
 
 
+def _waits(calls: DeviceCalls) -> Times:
+    """When the stream came to the wait for each collective, before the end of the collective."""
+    return np.clip(calls.waited_ns, calls.reached_ns, calls.end_ns)
+
+
 def _unhidden(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[Times, Times]:
     """The start and end of the time in which the stream may have waited for each collective.
 
-    The stream reaches its next mark only after it has waited. So it waited for a collective at most
-    from the last mark before the end of the collective until that end. If the end is not recorded,
-    the stream may have waited all the time: the clock of another device is not exact enough.
+    If a wait for it is known, that is the time. Otherwise: the stream reaches its next mark only
+    after it has waited. So it waited for a collective at most from the last mark before the end of
+    the collective until that end. If the end is not known, the stream may have waited all the time:
+    the clock of another device is not exact enough.
     """
     reached, done = calls.reached_ns[calls.is_on_stream], calls.done_ns[calls.is_blocking]
-    moments = np.sort(np.concatenate([reached, done, _step_marks(box, clocks)[1]]))
+    waited = calls.waited_ns[calls.waited_ns >= 0]
+    moments = np.sort(np.concatenate([reached, done, waited, _step_marks(box, clocks)[1]]))
     before = np.searchsorted(moments, calls.end_ns) - 1
     is_resolved = ~calls.is_blocking & (calls.done_ns >= 0) & (before >= 0)
     begins = calls.reached_ns.copy()
     begins[is_resolved] = np.maximum(moments[before[is_resolved]], begins[is_resolved])
+    has_wait = ~calls.is_blocking & (calls.waited_ns >= 0)
+    begins[has_wait] = _waits(calls)[has_wait]
     return begins, calls.end_ns
 
 

@@ -134,7 +134,7 @@ def _are_pending(box: Box, calls: DeviceCalls) -> Bools:
     those after the last one that is known to have ended. A collective that blocks the stream has
     ended if the device has reached another one after it.
     """
-    has_ended: Bools = (calls.done_ns >= 0) | (calls.last_ns != UNKNOWN_NS)
+    has_ended: Bools = calls.has_ended | (calls.last_ns != UNKNOWN_NS)
     has_ended[:-1] |= calls.is_blocking[:-1]
     is_pending: Bools = ~has_ended
     if has_ended.any():

@@ -1,0 +1,136 @@
+// The waits of a job for its asynchronous collectives.
+//
+// An asynchronous collective runs on a stream of its process group. It blocks no stream of the job
+// until the job waits for it: in `Work.wait`, in `wait_tensor`, or, for DDP, at the end of a backward.
+// A mark before the wait and one after it show when the stream came to the wait, and when the
+// collective was done at the latest.
+#pragma once
+
+#include <unordered_map>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "device_progress.h"
+
+namespace torchwhere {
+
+constexpr size_t MOST_ASYNC_CALLS = 4096;  // a job that never waits would fill the table
+
+// An asynchronous collective that the job has not waited for.
+struct AsyncCall {
+  c10::DeviceIndex index = 0;
+  Mark mark{};
+  const void *work = nullptr, *storage = nullptr;  // either leads to it
+
+  void set_mark(Point point) const {
+    Mark due = mark;
+    due.point = point;
+    device_progress->mark(index, now_ns(), due);
+  }
+};
+
+class AsyncCalls {
+ public:
+  void add(const AsyncCall& call) {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (calls_.size() >= MOST_ASYNC_CALLS) calls_.clear();
+    for (const void* key : {call.work, call.storage})
+      if (key != nullptr) calls_[key] = call;
+  }
+
+  // Finds and removes the call of a Work or of a storage.
+  bool take(const void* key, AsyncCall* call) {
+    std::lock_guard<std::mutex> guard(lock_);
+    auto found = calls_.find(key);
+    if (found == calls_.end()) return false;
+    *call = found->second;
+    for (const void* other : {call->work, call->storage}) {
+      auto entry = calls_.find(other);
+      if (entry != calls_.end() && entry->second.mark.call.record == call->mark.call.record)
+        calls_.erase(entry);
+    }
+    return true;
+  }
+
+  void clear() {
+    std::lock_guard<std::mutex> guard(lock_);
+    calls_.clear();
+  }
+
+ private:
+  std::mutex lock_;
+  std::unordered_map<const void*, AsyncCall> calls_;
+};
+inline AsyncCalls* async_calls = new AsyncCalls;  // never freed: threads may still use it at exit
+
+// A collective on the current stream has been launched, and Python waits for it next: for a Work
+// that is not in the table.
+inline thread_local bool waits_for_blocking = false;
+
+// Returns the address of the object that an instance of a class of pybind11 holds. Only a key: it is
+// not used as a pointer.
+inline const void* held_by(PyObject* instance) {
+  struct Instance {
+    PyObject_HEAD
+    const void* value;
+  };
+  return reinterpret_cast<Instance*>(instance)->value;
+}
+
+// device_done() -> whether a mark was set: marks the end of the collective that this thread has just
+// launched, if it runs on the current stream.
+inline PyObject* device_done(PyObject*, PyObject*) {
+  waits_for_blocking = due_mark.is_on_current_stream;
+  if (!due_mark.is_on_current_stream) Py_RETURN_FALSE;
+  device_progress->mark(due_mark.index, now_ns(), due_mark.mark);
+  Py_RETURN_TRUE;
+}
+
+// device_will_wait(work, storage): remembers the asynchronous collective that this thread has just
+// launched, by its Work and by the address of its storage, or 0.
+inline PyObject* device_will_wait(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  if (given != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, not %zd", given);
+  void* storage = PyLong_AsVoidPtr(args[1]);
+  if (PyErr_Occurred()) return nullptr;
+  async_calls->add({due_mark.index, due_mark.mark, held_by(args[0]), storage});
+  Py_RETURN_NONE;
+}
+
+// The replacement of `Work.wait`. `wait` is the original.
+inline PyObject* work_wait(
+    PyObject* wait, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
+  AsyncCall call;
+  bool is_marked = !waits_for_blocking && given > 0 && async_calls->take(held_by(args[0]), &call);
+  waits_for_blocking = false;
+  if (is_marked) call.set_mark(Point::WAITED);
+  PyObject* result = PyObject_Vectorcall(wait, args, given, keywords);
+  if (is_marked && result != nullptr) call.set_mark(Point::DONE);
+  return result;
+}
+
+// device_wait_method(wait) -> the method that replaces `Work.wait`. `wait` is the function of the
+// original method.
+inline PyObject* device_wait_method(PyObject*, PyObject* wait) {
+  static PyMethodDef definition = {
+      "wait", method(work_wait), METH_FASTCALL | METH_KEYWORDS, nullptr};
+  PyObject* function = PyCFunction_New(&definition, wait);
+  PyObject* wrapper = function == nullptr ? nullptr : PyInstanceMethod_New(function);
+  Py_XDECREF(function);
+  return wrapper;
+}
+
+// The kernel on `_c10d_functional::wait_tensor`, which waits for a functional collective.
+inline void wait_tensor(
+    const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  static const c10::DispatchKeySet below(
+      c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+  AsyncCall call;
+  const c10::IValue& given = stack->back();
+  bool is_marked = given.isTensor() && given.toTensor().has_storage() &&
+      async_calls->take(given.toTensor().storage().unsafeGetStorageImpl(), &call);
+  if (is_marked) call.set_mark(Point::WAITED);
+  op.redispatchBoxed(keys & below, stack);
+  if (is_marked) call.set_mark(Point::DONE);
+}
+
+}  // namespace torchwhere
