@@ -33,7 +33,7 @@ from warm_python import Program, WarmPython
 pytestmark = pytest.mark.exhaustive  # two compilations
 
 HERE = Path(__file__).parent
-MOST_PENDING, MOST_LANES = 4096, 7  # as in device_events.h
+MOST_PENDING, MOST_LANES = 4096, 31  # as in device_events.h
 STALL_S = 4.0
 FOUND_S = 60.0  # a verdict is there after this long
 HEALTHY_S = 12.0  # a job without a fault is judged after this long
@@ -295,6 +295,8 @@ print(json.dumps(status))
     )
     assert status["skipped"] == 4
     assert status["marked"] == 2 * MOST_LANES
+    missing = diagnose_folder(tmp_path / "run").missing_data
+    assert any(line.startswith("a part of the device progress of rank 0") for line in missing)
 
 
 def test_nothing_is_marked_during_a_capture(tools: Tools, tmp_path: Path) -> None:

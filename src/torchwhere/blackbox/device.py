@@ -51,6 +51,7 @@ class DeviceState(NamedTuple):
     # for each lane with pending marks: the record of the last collective that it has reached
     reached: tuple[int, ...]
     unreached: tuple[int, ...]  # records of the first collectives that it has not reached
+    skipped: int = 0  # marks that were left out
 
     @property
     def place(self) -> Place | None:
@@ -65,13 +66,14 @@ def device_lanes(box: Box) -> list[DeviceLane]:
 
 def device_state(box: Box) -> DeviceState | None:
     """The progress of the device of a rank; None if the box has no data about it."""
-    lanes = device_lanes(box)
+    lanes, _, skipped = read_lanes(device_source(box))
     if not lanes:
         return None
     return DeviceState(
         device_place=device_place(box),
         reached=_reached(box, lanes),
         unreached=_unreached(box, lanes),
+        skipped=skipped,
     )
 
 

@@ -19,6 +19,8 @@ from torchwhere.blackbox.file_format import (
     LANE_BYTES,
     LANE_STREAM,
     NO_STEP,
+    POLL_SKIPPED,
+    POLL_TIME,
     PROGRESS_BYTES,
     PROGRESS_DONE,
     PROGRESS_REACHED,
@@ -96,7 +98,7 @@ def read_device_place(source: DeviceSource, *, cpu: Place) -> DevicePlace:
     """Read where the device of a rank is, given where its CPU is."""
     if not source.geometry.lanes:
         return DevicePlace(cpu, problem=NO_SECTIONS)
-    lanes, looked = read_lanes(source)
+    lanes, looked, _ = read_lanes(source)
     if not lanes:
         return DevicePlace(cpu, problem=NO_MARKS)
     last = max(lanes, key=lambda lane: lane.t_ns)
@@ -221,7 +223,7 @@ def device_streams(source: DeviceSource) -> Iterator[DeviceStream]:
     If no mark was pending at the last look, the devices had reached everything that was issued
     before: a collective that was captured into a graph has no mark.
     """
-    lanes, looked = read_lanes(source)
+    lanes, looked, _ = read_lanes(source)
     is_idle = not any(lane.pending for lane in lanes)
     for counter, progress in read_progress(source) if lanes else ():
         if progress[PROGRESS_REACHED] or progress[PROGRESS_DONE]:
@@ -248,13 +250,15 @@ def read_progress(source: DeviceSource) -> Iterator[tuple[Words, Words]]:
             yield counter, progress
 
 
-def read_lanes(source: DeviceSource) -> tuple[list[DeviceLane], int]:
-    """The lanes in use, and the time of the last look at the device."""
+def read_lanes(source: DeviceSource) -> tuple[list[DeviceLane], int, int]:
+    """The lanes in use, the time of the last look at the device, and how many marks were left
+    out."""
     geometry = source.geometry
     if not geometry.lanes:
-        return [], 0
+        return [], 0, 0
     *lanes, last = _slots(source, geometry.lanes_at, geometry.lanes, LANE_BYTES)
-    return [DeviceLane.of(words) for words in lanes if words[LANE_STREAM]], last[0]
+    in_use = [DeviceLane.of(words) for words in lanes if words[LANE_STREAM]]
+    return in_use, last[POLL_TIME], last[POLL_SKIPPED]
 
 
 def _slots(source: DeviceSource, at: int, count: int, size: int) -> list[Words]:

@@ -36,7 +36,7 @@ CURSORS = 16
 COUNTER_BYTES = 32
 COUNTERS = 512
 LANE_BYTES = 64
-LANES = 8  # the last one is not a lane: its first word is the time of the last look
+LANES = 32  # the last one is not a lane: its words are those of the last look
 PROGRESS_BYTES = 32  # of each counter
 TIMES_BYTES = 32  # of each record
 OLD_TIMES_BYTES = 24  # in older files: without the wait
@@ -93,6 +93,8 @@ COUNTER_STREAM, COUNTER_COUNT, COUNTER_TIME, COUNTER_RECORD = range(4)
     LANE_NEXT_PLACE,
     LANE_NEXT_RECORD,
 ) = range(8)
+# Words of the last slot: when the device was last looked at, and how many marks were left out.
+POLL_TIME, POLL_SKIPPED = range(2)
 # Words of a progress slot, which belongs to the counter of the same index.
 PROGRESS_REACHED, PROGRESS_REACHED_TIME, PROGRESS_DONE, PROGRESS_DONE_TIME = range(4)
 # Words of a times slot, which belongs to the record of the same slot. The highest byte of the
@@ -100,7 +102,7 @@ PROGRESS_REACHED, PROGRESS_REACHED_TIME, PROGRESS_DONE, PROGRESS_DONE_TIME = ran
 TIMES_NUMBER, TIMES_REACHED, TIMES_DONE, TIMES_WAITED = range(4)
 TIMES_LANE_SHIFT = 56
 TIMES_NUMBER_MASK = (1 << TIMES_LANE_SHIFT) - 1
-WAITED_LANE_SHIFT = 61
+WAITED_LANE_SHIFT = 59
 WAITED_MASK = (1 << WAITED_LANE_SHIFT) - 1
 # The stream of a counter in one word: an entry id above, then source + 1, then destination + 1.
 STREAM_ID_SHIFT = 40

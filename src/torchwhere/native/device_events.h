@@ -34,7 +34,7 @@
 
 namespace torchwhere {
 
-constexpr size_t MOST_LANES = 7, MOST_PENDING = 4096;  // events in use, in all lanes together
+constexpr size_t MOST_LANES = 31, MOST_PENDING = 4096;  // events in use, in all lanes together
 constexpr auto HARVEST_EVERY = std::chrono::milliseconds(20);
 constexpr auto STOP_WITHIN = std::chrono::seconds(1);
 // Elapsed times are 32-bit floats of ms: over 10 s they are exact to 1 us.
@@ -159,8 +159,8 @@ struct EventCounts {
 // Records events, and passes them to a `Reader` when they have completed. The reader has the type
 // `Data` of what is attached to an event, and these functions, all called by the harvester, without
 // the GIL and without the lock: `completed(lane, data, t_ns)`, `waits(lane, number of pending
-// events, data of the first or null)` and `polled(t_ns)`. `opened(lane)` is called by a training
-// thread at the first event of a stream.
+// events, data of the first or null)` and `polled(t_ns, number of skipped events)`. `opened(lane)` is
+// called by a training thread at the first event of a stream.
 //
 // Never freed: threads may still use it when the process exits.
 template <typename Reader>
@@ -347,17 +347,19 @@ struct DeviceEvents {
   }
 
   void harvest_all() {
+    uint64_t skipped = 0;
     for (size_t at = 0;; ++at) {
       Lane<Data>* lane;
       {
         std::lock_guard<std::mutex> guard(lock);
         if (!is_on) return;
+        skipped = counts.skipped;
         if (at >= lanes.size()) break;
         lane = lanes[at].get();
       }
       harvest(*lane);
     }
-    if (is_on) reader.polled(now_ns());
+    if (is_on) reader.polled(now_ns(), skipped);
   }
 
   void run() {

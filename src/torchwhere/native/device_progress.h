@@ -13,7 +13,9 @@
 
 namespace torchwhere {
 
-constexpr size_t POLL_SLOT = MOST_LANES;  // the last slot has the time of the last poll
+// The last slot has the time of the last poll, and the number of skipped marks.
+constexpr size_t POLL_SLOT = MOST_LANES;
+constexpr int POLL_TIME = 0, POLL_SKIPPED = 1;
 constexpr int LANE_WORDS = 8;
 constexpr int LANE_PLACE = 0, LANE_TIME = 1, LANE_STEP = 2, LANE_ID = 3, LANE_RECORD = 4,
               LANE_PENDING = 5, LANE_NEXT_PLACE = 6, LANE_NEXT_RECORD = 7;
@@ -22,7 +24,7 @@ constexpr int PROGRESS_REACHED = 0, PROGRESS_REACHED_TIME = 1, PROGRESS_DONE = 2
 constexpr int TIMES_NUMBER = 0, TIMES_REACHED = 1, TIMES_DONE = 2, TIMES_WAITED = 3,
               TIMES_WORDS = 4;
 // The index of the lane plus 1: in the word of the number, and in that of the wait.
-constexpr int TIMES_LANE_SHIFT = 56, WAITED_LANE_SHIFT = 61;
+constexpr int TIMES_LANE_SHIFT = 56, WAITED_LANE_SHIFT = 59;
 // A thread marks its place at most this often, and more often if the pass changes. So places cost
 // at most 0.4 % of the time of the thread, for any model: a mark takes about 2 us.
 constexpr uint64_t PLACE_EVERY_NS = 500'000, PASS_EVERY_NS = 50'000;
@@ -78,7 +80,11 @@ struct DeviceSections {
     words[LANE_PENDING] = pending;
   }
 
-  void polled(uint64_t t_ns) { box->words[lanes + POLL_SLOT * LANE_WORDS] = t_ns; }
+  void polled(uint64_t t_ns, uint64_t skipped) {
+    uint64_t* words = box->words + lanes + POLL_SLOT * LANE_WORDS;
+    words[POLL_TIME] = t_ns;
+    words[POLL_SKIPPED] = skipped;
+  }
 
  private:
   uint64_t* words_of(const MarkLane& lane) {

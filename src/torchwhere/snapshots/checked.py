@@ -105,6 +105,7 @@ def encode_device(state: DeviceState | None) -> dict[str, Any] | None:
         "pending": device.pending,
         "reached": list(state.reached),
         "unreached": list(state.unreached),
+        "skipped": state.skipped,
     }
 
 
@@ -133,6 +134,7 @@ def decode_device(
         device_place,
         reached=ints_(data["reached"], most=_MOST_RECORDS),
         unreached=ints_(data["unreached"], most=_MOST_RECORDS),
+        skipped=int_(data.get("skipped", 0)),
     )
 
 

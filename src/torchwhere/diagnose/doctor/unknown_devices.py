@@ -20,6 +20,13 @@ def unknown_devices(context: Context) -> list[int]:
     ]
 
 
+def partly_marked_devices(context: Context) -> list[int]:
+    """Ranks on whose devices marks were left out: they use more streams than a box has lanes, or a
+    device was too far behind."""
+    states = {rank: own.rank_summary.device for rank, own in context.by_rank.items()}
+    return [rank for rank, state in states.items() if state is not None and state.skipped]
+
+
 def _uses_device(context: Context, rank_calls: RankCalls) -> bool:
     if rank_calls.rank_summary.uses_device:
         return True

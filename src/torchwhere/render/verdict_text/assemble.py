@@ -47,7 +47,7 @@ from torchwhere.diagnose.doctor.rules.straggler import LateRanks
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
 from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.diagnose.doctor.stacks import WAITS_FOR_WORKERS, Hold
-from torchwhere.diagnose.doctor.unknown_devices import unknown_devices
+from torchwhere.diagnose.doctor.unknown_devices import partly_marked_devices, unknown_devices
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, RankReport, Verdict, VerdictKind
 from torchwhere.diagnose.dump_hang import (
     DifferentOrder,
@@ -218,6 +218,12 @@ def _missing_data(context: Context) -> list[str]:
     if unknown:
         ranks_text = ranks_phrase(unknown, most=8)
         lines.append(f"device progress of {ranks_text}: only what the CPUs issued was compared")
+    partly = partly_marked_devices(context)
+    if partly:
+        lines.append(
+            f"a part of the device progress of {ranks_phrase(partly, most=8)}: more than 31 streams"
+            " were in use, or 4,096 marks were pending"
+        )
     return lines
 
 
