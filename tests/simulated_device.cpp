@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/EmptyTensor.h>
@@ -314,6 +315,9 @@ struct Collectives final : c10d::Backend {
   MeetingPoints points;
   uint64_t issued = 0;
   std::map<size_t, uint64_t> messages;
+  bool is_coalescing = false;
+  std::vector<std::atomic<uint32_t>*> together;  // where coalesced messages meet
+  Tensors their_tensors;
   c10::Stream own_stream = Guard().getNewStream({TYPE, 0}, 0);  // of asynchronous collectives
 
   Collectives(int rank, int size, const std::string& path) : Backend(rank, size), points(path) {}
@@ -325,6 +329,21 @@ struct Collectives final : c10d::Backend {
   Result broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return meet(tensors, options.asyncOp);
   }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { is_coalescing = true; }
+  // All messages run at the same time, as in NCCL.
+  Result endCoalescing() override {
+    is_coalescing = false;
+    c10::Stream stream = after_current_stream();
+    queue_of(stream).push([counters = std::move(together)] {
+      std::vector<uint32_t> all;
+      for (auto* counter : counters) all.push_back((counter->fetch_add(1) / 2 + 1) * 2);
+      for (size_t at = 0; at < all.size(); ++at)
+        wait_until([&] { return counters[at]->load() >= all[at]; });
+    });
+    together.clear();
+    return c10::make_intrusive<Work>(stream, std::exchange(their_tensors, {}));
+  }
   Result send(Tensors& tensors, int to, int) override { return exchange(tensors, getRank(), to); }
   Result recv(Tensors& tensors, int from, int) override {
     return exchange(tensors, from, getRank());
@@ -332,21 +351,26 @@ struct Collectives final : c10d::Backend {
 
  private:
   Result meet(const Tensors& tensors, bool is_async) {
-    c10::Stream stream = current_stream();
-    if (is_async) {
-      EventPtr begin = std::make_shared<Event>();
-      record_on(stream, begin);
-      stream = own_stream;
-      wait_on(stream, begin);
-    }
+    c10::Stream stream = is_async ? after_current_stream() : current_stream();
     return arrive(tensors, stream, issued++ % MeetingPoints::COLLECTIVES, getSize());
+  }
+
+  // The own stream, which waits until the current one has executed everything before.
+  c10::Stream after_current_stream() {
+    EventPtr begin = std::make_shared<Event>();
+    record_on(current_stream(), begin);
+    wait_on(own_stream, begin);
+    return own_stream;
   }
 
   Result exchange(const Tensors& tensors, int from, int to) {
     size_t pair = static_cast<size_t>(from) * MeetingPoints::MOST_RANKS + static_cast<size_t>(to);
     uint64_t number = messages[pair]++ % MeetingPoints::MESSAGES;
     size_t at = MeetingPoints::COLLECTIVES + pair * MeetingPoints::MESSAGES + number;
-    return arrive(tensors, current_stream(), at, 2);
+    if (!is_coalescing) return arrive(tensors, current_stream(), at, 2);
+    together.push_back(points.counters + at);
+    their_tensors.insert(their_tensors.end(), tensors.begin(), tensors.end());
+    return nullptr;
   }
 
   Result arrive(const Tensors& tensors, const c10::Stream& stream, size_t at, int ranks) {

@@ -216,6 +216,45 @@ print("{}")
         assert ((took_s > 0.3) if step == 8 else (took_s >= 0)).all(), took_s
 
 
+def test_a_wait_for_messages_that_were_issued_together(tools: Tools, tmp_path: Path) -> None:
+    """The messages of `batch_isend_irecv` have one wait. Rank 1 is late by 0.3 s, so rank 0 waits for
+    both of its messages."""
+    code = """
+rank = int(os.environ["RANK"])
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    for step in range(2):
+        if step and rank:
+            sim.kernel(0.3)
+        ops = [dist.P2POp(op, x, 1 - rank) for op in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        torchwhere.step()
+    settle(part.device_status()["marked"])
+print("{}")
+"""
+    program = ("-c", PROGRAM + code, tools.library, tmp_path, HERE)
+    ranks = [
+        tools.warm.start(*program, env=tools.env | {"RANK": str(rank), "WORLD_SIZE": "2"})
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        done = rank.end(timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "hook" not in done.stderr, done.stderr
+    for number, waits_s in ((0, 0.2), (1, 0)):
+        box = read_box(tmp_path / "run" / f"rank{number}.box")
+        at = np.flatnonzero(box.records["kind"] == int(Kind.COLLECTIVE))
+        assert len(at) == 4
+        (reached_ns, done_ns), (waited_ns, _) = device_times(box), device_waits(box)
+        assert (reached_ns[at] <= waited_ns[at]).all()
+        assert (waited_ns[at] > 0).all()
+        took_s = (done_ns[at[2:]] - waited_ns[at[2:]]) / 1e9
+        assert (took_s >= waits_s).all()
+        assert waits_s or (took_s < 0.2).all()
+
+
 def test_the_place_of_a_device_that_waits(tools: Tools, tmp_path: Path) -> None:
     """A device that waits for an asynchronous collective is in that collective, although it has
     reached a later one."""

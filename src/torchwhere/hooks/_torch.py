@@ -78,6 +78,12 @@ NAMES = {
         "what an asynchronous collective returns: the job waits for the collective in its `wait`",
         "the end of asynchronous collectives on a device is unknown",
     ),
+    "process_group": Private(
+        "torch._C._distributed_c10d.ProcessGroup",
+        "device marks",
+        "collectives between its `_start_coalescing` and `_end_coalescing` have one `Work`",
+        "the end of collectives that are issued together on a device is unknown",
+    ),
     "unbox_work": Private(
         "torch._C._distributed_c10d.Work.unbox",
         "device marks",

@@ -27,6 +27,13 @@ from torchwhere.hooks.patches import Patches
 from torchwhere.native.load import NativeExtension
 
 REACHED, DONE = range(2)  # `Point` in device_progress.h
+# The methods in which a job waits for asynchronous collectives, or issues several of them together:
+# the keys of their classes in `_torch`, and their names.
+_METHODS = (
+    ("work", "wait"),
+    ("process_group", "_start_coalescing"),
+    ("process_group", "_end_coalescing"),
+)
 # After these errors every call of CUDA or HIP in this process fails.
 _FINAL_ERRORS = (
     "device-side assert",
@@ -90,9 +97,10 @@ class DeviceHook:
         )
         module = getattr(torch, device_type, None)
         self._has_context = getattr(module, "is_initialized", None) if self.is_on else None
-        work = _torch.private("work")
-        if self.is_on and work is not None:
-            self._patches.replace(work, "wait", partial(_marked_wait, native))
+        for key, name in _METHODS if self.is_on else ():
+            owner = _torch.private(key)
+            if hasattr(owner, name):
+                self._patches.replace(owner, name, partial(_method, native, name))
 
     def remove(self) -> None:
         self._patches.restore()
@@ -124,11 +132,11 @@ class DeviceHook:
     def launched(self, result: Any) -> None:
         """Mark the end of the collective that this thread has just launched, given what its op
         returned. If it is asynchronous, remember it until the job waits for it."""
-        native, unbox = self._native, self._unbox_work
-        if native is None or native.device_done() or unbox is None:
+        if self._native is None:
             return
         *outputs, work = result if isinstance(result, tuple) else (result,)
-        native.device_will_wait(unbox(work), _storage_address(outputs))
+        unboxed = None if work is None or self._unbox_work is None else self._unbox_work(work)
+        self._native.device_launched(unboxed, _storage_address(outputs))
 
     def mark_replay(self, mark: ReplayMark, point: int) -> None:
         """Mark a replay that is about to be launched (`REACHED`), or its end (`DONE`)."""
@@ -156,9 +164,9 @@ def _no_mark(*_: int) -> None:
     """There is no native extension."""
 
 
-def _marked_wait(native: NativeExtension, wait: Any) -> Any:
-    """A method that sets marks before and after a method of pybind11."""
-    return native.device_wait_method(getattr(wait, "__func__", wait))
+def _method(native: NativeExtension, name: str, original: Any) -> Any:
+    """The replacement of a method of pybind11."""
+    return native.device_method(name, getattr(original, "__func__", original))
 
 
 def _storage_address(outputs: Any) -> int:

@@ -287,7 +287,7 @@ struct MarkArguments {
 };
 
 // device_reach(index, record, counter, count, place, step, issued_ns, is_on_current_stream): marks a
-// collective that is about to be launched. `device_done` must follow after the launch.
+// collective that is about to be launched. `device_launched` must follow after the launch.
 inline PyObject* device_reach(PyObject*, PyObject* const* args, Py_ssize_t given) {
   MarkArguments given_mark;
   if (!given_mark.parse(args, given)) return nullptr;

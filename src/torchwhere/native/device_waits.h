@@ -6,6 +6,8 @@
 // collective was done at the latest.
 #pragma once
 
+#include <cstring>
+#include <optional>
 #include <unordered_map>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -63,9 +65,9 @@ class AsyncCalls {
 };
 inline AsyncCalls* async_calls = new AsyncCalls;  // never freed: threads may still use it at exit
 
-// A collective on the current stream has been launched, and Python waits for it next: for a Work
-// that is not in the table.
-inline thread_local bool waits_for_blocking = false;
+// The asynchronous collectives that this thread has issued since `_start_coalescing`: they have one
+// Work, which `_end_coalescing` returns.
+inline thread_local std::optional<std::vector<AsyncCall>> issued_together;
 
 // Returns the address of the object that an instance of a class of pybind11 holds. Only a key: it is
 // not used as a pointer.
@@ -77,22 +79,23 @@ inline const void* held_by(PyObject* instance) {
   return reinterpret_cast<Instance*>(instance)->value;
 }
 
-// device_done() -> whether a mark was set: marks the end of the collective that this thread has just
-// launched, if it runs on the current stream.
-inline PyObject* device_done(PyObject*, PyObject*) {
-  waits_for_blocking = due_mark.is_on_current_stream;
-  if (!due_mark.is_on_current_stream) Py_RETURN_FALSE;
-  device_progress->mark(due_mark.index, now_ns(), due_mark.mark);
-  Py_RETURN_TRUE;
-}
-
-// device_will_wait(work, storage): remembers the asynchronous collective that this thread has just
-// launched, by its Work and by the address of its storage, or 0.
-inline PyObject* device_will_wait(PyObject*, PyObject* const* args, Py_ssize_t given) {
+// device_launched(work, storage): marks the end of the collective that this thread has just launched,
+// if it runs on the current stream. Otherwise remembers it by its Work and by the address of its
+// storage. `work` may be None, and `storage` 0.
+inline PyObject* device_launched(PyObject*, PyObject* const* args, Py_ssize_t given) {
   if (given != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, not %zd", given);
-  void* storage = PyLong_AsVoidPtr(args[1]);
+  const void* work = args[0] == Py_None ? nullptr : held_by(args[0]);
+  const void* storage = PyLong_AsVoidPtr(args[1]);
   if (PyErr_Occurred()) return nullptr;
-  async_calls->add({due_mark.index, due_mark.mark, held_by(args[0]), storage});
+  AsyncCall call{due_mark.index, due_mark.mark, work, storage};
+  if (due_mark.is_on_current_stream) {
+    async_calls->take(work, &call);  // a Work that was at this address before
+    device_progress->mark(due_mark.index, now_ns(), due_mark.mark);
+  } else if (issued_together) {
+    issued_together->push_back(call);
+  } else if (work != nullptr) {
+    async_calls->add(call);
+  }
   Py_RETURN_NONE;
 }
 
@@ -100,23 +103,56 @@ inline PyObject* device_will_wait(PyObject*, PyObject* const* args, Py_ssize_t g
 inline PyObject* work_wait(
     PyObject* wait, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
   AsyncCall call;
-  bool is_marked = !waits_for_blocking && given > 0 && async_calls->take(held_by(args[0]), &call);
-  waits_for_blocking = false;
+  bool is_marked = given > 0 && async_calls->take(held_by(args[0]), &call);
   if (is_marked) call.set_mark(Point::WAITED);
   PyObject* result = PyObject_Vectorcall(wait, args, given, keywords);
   if (is_marked && result != nullptr) call.set_mark(Point::DONE);
   return result;
 }
 
-// device_wait_method(wait) -> the method that replaces `Work.wait`. `wait` is the function of the
-// original method.
-inline PyObject* device_wait_method(PyObject*, PyObject* wait) {
-  static PyMethodDef definition = {
-      "wait", method(work_wait), METH_FASTCALL | METH_KEYWORDS, nullptr};
-  PyObject* function = PyCFunction_New(&definition, wait);
-  PyObject* wrapper = function == nullptr ? nullptr : PyInstanceMethod_New(function);
-  Py_XDECREF(function);
-  return wrapper;
+// The replacement of `ProcessGroup._start_coalescing`.
+inline PyObject* start_coalescing(
+    PyObject* start, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
+  issued_together.emplace();
+  return PyObject_Vectorcall(start, args, given, keywords);
+}
+
+// The replacement of `ProcessGroup._end_coalescing`.
+inline PyObject* end_coalescing(
+    PyObject* end, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
+  std::vector<AsyncCall> calls;
+  if (issued_together) calls.swap(*issued_together);
+  issued_together.reset();
+  PyObject* work = PyObject_Vectorcall(end, args, given, keywords);
+  if (work == nullptr || work == Py_None || calls.empty()) return work;
+  std::vector<MarkedCall> others;
+  for (const AsyncCall& call : calls) others.push_back(call.mark.call);
+  others.pop_back();
+  AsyncCall all{calls.back().index, calls.back().mark, held_by(work), nullptr};
+  all.mark.others = std::make_shared<const std::vector<MarkedCall>>(std::move(others));
+  async_calls->add(all);
+  return work;
+}
+
+// device_method(name, original) -> the method that replaces `Work.wait`, or `_start_coalescing` or
+// `_end_coalescing` of ProcessGroup. `original` is the function of the original method.
+inline PyObject* device_method(PyObject*, PyObject* args) {
+  constexpr int flags = METH_FASTCALL | METH_KEYWORDS;
+  static PyMethodDef definitions[] = {
+      {"wait", method(work_wait), flags, nullptr},
+      {"_start_coalescing", method(start_coalescing), flags, nullptr},
+      {"_end_coalescing", method(end_coalescing), flags, nullptr}};
+  const char* name;
+  PyObject* original;
+  if (!PyArg_ParseTuple(args, "sO", &name, &original)) return nullptr;
+  for (PyMethodDef& definition : definitions) {
+    if (std::strcmp(definition.ml_name, name) != 0) continue;
+    PyObject* function = PyCFunction_New(&definition, original);
+    PyObject* replacement = function == nullptr ? nullptr : PyInstanceMethod_New(function);
+    Py_XDECREF(function);
+    return replacement;
+  }
+  return PyErr_Format(PyExc_ValueError, "unknown method %s", name);
 }
 
 // The kernel on `_c10d_functional::wait_tensor`, which waits for a functional collective.
