@@ -255,6 +255,42 @@ print("{}")
         assert waits_s or (took_s < 0.2).all()
 
 
+def test_compiled_functional_collectives(tools: Tools, tmp_path: Path) -> None:
+    """The kernel on `wait_tensor` changes nothing for compiled code: one graph, the same numbers, the
+    same gradients."""
+    graphs, are_equal = tools.run(
+        """
+import torch.distributed._functional_collectives as funcol
+from torch._dynamo.utils import counters
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def function(x):
+    whole = funcol.all_gather_tensor_autograd(x * 2, 0, dist.group.WORLD)
+    return funcol.wait_tensor(funcol.all_reduce(whole, "sum", dist.group.WORLD)) + 1
+def results(compiled):
+    x = torch.arange(4.0, requires_grad=True)
+    out = compiled(x)
+    out.pow(2).sum().backward()
+    return out.detach(), x.grad
+torch.simulated.is_available = lambda: False  # dynamo needs more of a device than this one has
+expected, are_equal, graphs = results(function), [], []
+with torchwhere.watch(out=folder / "run"):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(
+        "_c10d_functional::wait_tensor", "BackendSelect"
+    )
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        counters.clear()
+        got = results(torch.compile(function, backend=backend, fullgraph=True))
+        are_equal += [torch.equal(*pair) for pair in zip(expected, got)]
+        graphs.append(counters["stats"]["unique_graphs"])
+print(json.dumps([graphs, are_equal]))
+""",
+        tmp_path,
+    )
+    assert graphs == [1, 1]
+    assert are_equal == [True] * 4
+
+
 def test_the_place_of_a_device_that_waits(tools: Tools, tmp_path: Path) -> None:
     """A device that waits for an asynchronous collective is in that collective, although it has
     reached a later one."""
