@@ -88,6 +88,8 @@ inline PyObject* device_launched(PyObject*, PyObject* const* args, Py_ssize_t gi
   const void* storage = PyLong_AsVoidPtr(args[1]);
   if (PyErr_Occurred()) return nullptr;
   AsyncCall call{due_mark.index, due_mark.mark, work, storage};
+  // An exception may have left out `_end_coalescing`.
+  if (issued_together && issued_together->size() >= MOST_ASYNC_CALLS) issued_together.reset();
   if (due_mark.is_on_current_stream) {
     async_calls->take(work, &call);  // a Work that was at this address before
     device_progress->mark(due_mark.index, now_ns(), due_mark.mark);
