@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from device_boxes import DeviceBox, S
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_ON_DEVICE, EntryType
@@ -77,9 +79,10 @@ class JobBox(DeviceBox):
                 self.streams[name] = [signature, self.box.counter_at((entry, -1, -1)) or 0, 0]
 
     def call(self, group: str, at_s: float, *, reached: bool = True, is_async: bool = False) -> int:
-        """Issue an all_reduce, which the device reaches 10 ms later. Returns its record."""
+        """Issue an all_reduce, which the device reaches 10 ms later. Returns its record. The group
+        `cpu` does not use the device."""
         signature, counter, count = self.streams[group]
-        flags = FLAG_ON_DEVICE | (FLAG_ASYNC if is_async else 0)
+        flags = (0 if group == "cpu" else FLAG_ON_DEVICE) | (FLAG_ASYNC if is_async else 0)
         ids = (self.module, 0, self.line, 0, signature, 0, 0, count)
         t_ns = int(at_s * S)
         record = self.box.record(Kind.COLLECTIVE, t_ns, Pass.BACKWARD, flags, 0, 4, *ids)
@@ -92,8 +95,15 @@ class JobBox(DeviceBox):
             self.reach(record, at_s=at_s + 0.01)
         return record
 
-    def stall(self, record: int, at_s: float, *, first_unreached: int | None = None) -> None:
-        """Let the device hang after the mark of a record."""
+    def stall(
+        self,
+        record: int,
+        at_s: float,
+        *,
+        first_unreached: int | None = None,
+        looked_s: float = 130,
+    ) -> None:
+        """Let the device hang after the mark of a record, until it was last looked at."""
         next_record = 0 if first_unreached is None else first_unreached + 1
         self.lane(
             place=self.place(),
@@ -104,9 +114,9 @@ class JobBox(DeviceBox):
             next_place=self.place(),
             next_record=next_record,
         )
-        self.look(130)
+        self.look(looked_s)
         self.cpu(step=4, at_s=102)
-        self.box.beat(130 * S)
+        self.box.beat(int(looked_s * S))
         self.box.close()
 
 
@@ -163,3 +173,19 @@ def test_a_rank_without_data(tmp_path: Path) -> None:
     verdict = diagnose_folder(tmp_path, stall_s=5)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (3,), "inferred")
     assert "There is no data for rank 3." in "\n".join(verdict.explanation)
+
+
+@pytest.mark.parametrize(("group", "state"), [("world", "running"), ("cpu", "waiting")])
+def test_a_wait_that_has_not_begun(tmp_path: Path, group: str, state: str) -> None:
+    """The CPU of rank 0 has issued a collective that rank 1 has not. If the device of rank 0 still
+    has earlier work, rank 0 does not wait yet; in a collective of the CPUs it waits."""
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1], "cpu": [0, 1]})
+        before = box.call("world", 102)
+        first = box.call("world", 102.1, reached=False)
+        if rank == 0:
+            box.call(group, 102.2, reached=False)
+        box.stall(before, 102, first_unreached=first, looked_s=102.3)
+    verdict = diagnose_folder(tmp_path, stall_s=5)
+    assert verdict.culprits == ()
+    assert [str(verdict.ranks[rank].state) for rank in range(2)] == [state, "running"]

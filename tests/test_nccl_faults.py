@@ -55,9 +55,10 @@ def test_a_stopped_process(runs: Path, name: str) -> None:
 
 def test_a_job_that_is_bound_by_its_cpus(runs: Path) -> None:
     """In a healthy job all devices wait for the rank with the slowest CPU, which is hardly slower
-    than the others: it is not a straggler."""
+    than the others: it is not a straggler, and it did not exit first."""
     verdict = diagnose_folder(runs / "healthy_mesh", stall_s=STALL_S)
     assert (verdict.kind, verdict.culprits) == ("dead", ())
+    assert verdict.facts["may_have_gone_first"] == []
     assert any("the job was progressing" in line for line in verdict.explanation)
 
 

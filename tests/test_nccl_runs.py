@@ -63,10 +63,26 @@ def test_faults(runs: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(EXPECTED.keys() - set(RECORDED)))
 def test_healthy(runs: Path, name: str) -> None:
-    """A job that made progress until it was ended from outside: no rank is blamed."""
+    """A job that made progress until it was ended from outside: no rank is blamed, and none is
+    suspected because its CPU had issued less than the others."""
     verdict = diagnose_folder(runs / name, stall_s=STALL_S)
     assert (verdict.kind, verdict.culprits) == ("dead", ())
+    assert verdict.facts["may_have_gone_first"] == []
     assert any("the job was progressing" in line for line in verdict.explanation)
+
+
+def test_cpus_that_are_far_ahead(runs: Path) -> None:
+    """A rank does not wait in a collective that its own device has not reached."""
+    verdict = diagnose_folder(runs / "healthy_far_ahead", stall_s=STALL_S)
+    assert {str(report.state) for report in verdict.ranks.values()} == {"running"}
+
+
+def test_where_a_cpu_is(runs: Path) -> None:
+    """The CPU of a waiting rank is not where it issued the call that the rank waits in."""
+    verdict = diagnose_folder(runs / "endless_pipeline", stall_s=STALL_S)
+    device = verdict.ranks[1].device
+    assert device is not None
+    assert device.steps_behind > 100
 
 
 def test_sentences(runs: Path) -> None:

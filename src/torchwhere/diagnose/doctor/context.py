@@ -8,13 +8,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place, line_fields
-from torchwhere.core.stall import BEAT_S, ENDED_AGAIN, ENDED_S
+from torchwhere.core.stall import BEAT_S
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
@@ -23,170 +21,13 @@ from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.exit_records import ExitReason, ended_well
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.finding import CallRef
+from torchwhere.diagnose.doctor.reached import is_only_issued
 from torchwhere.diagnose.doctor.stacks import Hold, holding, is_in_collective, stack_lines
+from torchwhere.diagnose.doctor.timing import Timing
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait, waiting_for
 from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus
-
-_UNUSUAL = 10  # times the usual
-_UNSEEN_S = 2.0  # a stall may be this much longer than monitor or heartbeats show
-# a blocked rank has saved its stack, and a snapshot of the others, by then
-_TIME_TO_TELL_S = 3.0
-_HEARTBEAT_STOPPED_S = 3.0
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The times of a job."""
-
-    exits: Exits
-    stall_s: float
-
-    @property
-    def by_rank(self) -> dict[int, RankCalls]:
-        return self.exits.by_rank
-
-    @property
-    def seen_ns(self) -> int | None:
-        """The wall clock when the job was last seen alive, if it was."""
-        return self.exits.now_ns
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the verdict is as of a moment at which the job was alive: now, or the last one
-        that a monitor saw or a heartbeat shows."""
-        return self.seen_ns is not None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no process of the job is known to be alive."""
-        return self.exits.is_over
-
-    @cached_property
-    def recorded_ns(self) -> int:
-        """The time of the newest record of any box."""
-        return max((self._recorded_ns(rank) for rank in self.by_rank), default=0)
-
-    @cached_property
-    def now_ns(self) -> int | None:
-        """The last time the job was alive; a record proves that its rank was."""
-        return max(self.seen_ns, self.recorded_ns) if self.seen_ns is not None else None
-
-    @property
-    def end_ns(self) -> int:
-        """The last time the job was alive; if that is unknown, the newest record."""
-        return self.recorded_ns if self.now_ns is None else self.now_ns
-
-    def _recorded_ns(self, rank: int) -> int:
-        """When a rank last recorded something, apart from being ended from outside."""
-        rank_calls = self.by_rank[rank]
-        if not self.exits.was_ended_externally(rank):
-            return rank_calls.box_summary.last_ns
-        return rank_calls.issued_ns(*rank_calls.last) if rank_calls.last is not None else 0
-
-    def since_s(self, t_ns: int) -> float | None:
-        """Seconds from a time to the last time the job was alive; None if that is unknown."""
-        return (self.now_ns - t_ns) / 1e9 if self.now_ns is not None else None
-
-    # -- waits -------------------------------------------------------------------------------------
-
-    def issued_ns(self, wait: Wait) -> int:
-        return self.by_rank[wait.rank].issued_ns(wait.key, wait.number)
-
-    def waited_s(self, wait: Wait) -> float | None:
-        issued = self.issued_ns(wait)
-        return self.since_s(issued) if issued else None
-
-    def recorded_s(self, wait: Wait) -> float:
-        """How long a wait had lasted at the last record of any box: a lower bound."""
-        return (self.recorded_ns - self.issued_ns(wait)) / 1e9
-
-    def is_stalled(self, wait: Wait) -> bool:
-        """Whether a wait has lasted too long.
-
-        If the job is over and nothing shows since when, every wait may have. If that is known, the
-        wait is compared with the pace of the job: it cannot be given more time.
-        """
-        waited = self.waited_s(wait)
-        if waited is None:
-            return True
-        patience = self.patience_s(wait.rank, wait.key)
-        # flight recorder dumps come without processes, and are written when something is wrong
-        if not self.is_over or not self.exits.statuses:
-            return waited >= patience
-        # A rank without data may have arrived, and the others may have continued: after this time,
-        # their stacks would show it.
-        least = _TIME_TO_TELL_S if not wait.missing else 0.0
-        return waited >= max(patience, least, ENDED_AGAIN * self.paused_s(wait))
-
-    # -- patience ----------------------------------------------------------------------------------
-
-    def patience_s(self, rank: int, key: StreamKey | None = None) -> float:
-        """How long a wait may last.
-
-        A job that is over cannot be given more time: ten times the usual interval, but at least
-        `ENDED_S`, or half of `stall_s` if that is less. A healthy job pauses too, to save or to
-        evaluate.
-        """
-        if not self.is_over:
-            return self.stall_s
-        least = min(ENDED_S, self.stall_s / 2)
-        return max(least, min(self.stall_s - _UNSEEN_S, self._usual_s(rank, key) * _UNUSUAL))
-
-    def unusual_s(self, rank: int) -> float:
-        """How long a rank must be in a collective to count as blocked after a mismatch."""
-        return min(self.stall_s, self._usual_s(rank) * _UNUSUAL) if self.is_live else 0.0
-
-    def was_moving(self) -> bool:
-        """Whether a job that is over was still recording when it was last seen."""
-        lasted = self.since_s(self.recorded_ns)
-        if lasted is None or not self.by_rank:
-            return False
-        return lasted < min(map(self.patience_s, self.by_rank))
-
-    def silent_s(self, rank: int) -> float:
-        """How long before the end of a job that is over the heartbeat of a rank had stopped: its
-        process could not run. 0 if the heartbeat lasted, or if that is unknown."""
-        rank_calls = self.by_rank[rank]
-        beat_ns = rank_calls.box_summary.beat_ns
-        if not self.is_over or not beat_ns or rank_calls.end is not None:
-            return 0.0
-        earlier_s = self.since_s(beat_ns) or 0.0
-        return earlier_s if earlier_s >= _HEARTBEAT_STOPPED_S else 0.0
-
-    @cached_property
-    def unable_to_run(self) -> frozenset[int]:
-        """Ranks whose process cannot run, or could not before it was ended: it is stopped, or had
-        no heartbeat. NCCL sends data from threads of the process, so its collectives cannot
-        complete."""
-        return frozenset(
-            rank
-            for rank in self.by_rank
-            if self.exits.status(rank).is_stopped
-            or (self.silent_s(rank) and not self.exits.is_dead(rank))
-        )
-
-    def paused_s(self, wait: Wait) -> float:
-        """The longest time between an earlier call at the same call site and the next one:
-        saving or evaluating may take as long each time."""
-        calls = self.by_rank[wait.rank].calls.get(wait.key)
-        at = calls.at(wait.number) if calls is not None else None
-        if calls is None or not at:
-            return 0.0
-        alike = np.flatnonzero(calls.codes()[:at] == calls.codes()[at])
-        return float(np.diff(calls.times_ns()[: at + 1])[alike].max(initial=0)) / 1e9
-
-    def _usual_s(self, rank: int, key: StreamKey | None = None) -> float:
-        """Median seconds between two collectives of a rank, at least 0.1. If the stream has too
-        few calls, that of its busiest stream."""
-        streams = self.by_rank[rank].calls
-        calls = streams.get(key) if key is not None else None
-        if calls is None or len(calls) < 2:
-            calls = max(streams.values(), key=len, default=None)
-        if calls is None or len(calls) < 2:
-            return 1.0
-        return max(0.1, float(np.median(np.diff(calls.times_ns()))) / 1e9)
 
 
 class Condition(StrEnum):
@@ -259,6 +100,17 @@ class Context:
                     last = order, CallRef(key, calls.last, rank)
         return last[1] if last is not None else None
 
+    @cached_property
+    def begun_waits(self) -> dict[int, Wait]:
+        """The waits without those that have not begun: the CPU has issued the call, the device
+        still has earlier work, and the missing ranks may come in the meantime."""
+        return {
+            rank: wait
+            for rank, wait in self.waits.items()
+            if not is_only_issued(self.by_rank[rank], wait.key, wait.number)
+            or any(map(self._halted, wait.missing))
+        }
+
     def first_wait_for(self, ranks: Iterable[int]) -> Wait | None:
         """The wait for one of these ranks that began first."""
         return min(waiting_for(self.waits, ranks), key=self.timing.issued_ns, default=None)
@@ -267,22 +119,27 @@ class Context:
 
     def state(self, rank: int, *, blocked: Collection[int] = ()) -> State:
         """The state of a rank. Those in `blocked` wait, although no other rank is missing."""
+        is_waiting = rank in self.begun_waits or rank in blocked
+        return self._halted(rank) or (State.WAITING if is_waiting else State.RUNNING)
+
+    def _halted(self, rank: int) -> State | None:
+        """The state of a rank that has exited or is stopped; None for others."""
         end = self.by_rank[rank].end
         if end is not None and ended_well(end):
             return State.FINISHED
         if self.exits.is_dead(rank):
             return State.DEAD
-        if self.status(rank).is_stopped:
-            return State.STOPPED
-        return State.WAITING if rank in self.waits or rank in blocked else State.RUNNING
+        return State.STOPPED if self.status(rank).is_stopped else None
 
     def place(self, rank: int) -> Place:
-        """Where a waiting rank issued its call; for other ranks, where their cursor and stack
-        are."""
-        rank_calls, wait = self.by_rank[rank], self.waits.get(rank)
-        issued_at = rank_calls.place_of(wait.key, wait.number) if wait is not None else None
-        if issued_at is not None:
-            return issued_at
+        """Where a waiting rank issued its call; for other ranks, where their CPU is."""
+        wait = self.begun_waits.get(rank)
+        issued_at = self.by_rank[rank].place_of(*wait.call) if wait is not None else None
+        return self.cpu_place(rank) if issued_at is None else issued_at
+
+    def cpu_place(self, rank: int) -> Place:
+        """Where the cursor and the stack of a rank are."""
+        rank_calls = self.by_rank[rank]
         has_raised = self.exits.has_failed(rank) or self.exits.was_ended_externally(rank)
         error = rank_calls.exception if has_raised else None
         place = error.place if error is not None else rank_calls.place
@@ -320,7 +177,7 @@ class Context:
     def device_place(self, rank: int) -> DevicePlace | None:
         """Where the device of a rank is, beside its CPU; None if that is not known."""
         state = self.by_rank[rank].rank_summary.device
-        return replace(state.device_place, cpu=self.place(rank)) if state is not None else None
+        return replace(state.device_place, cpu=self.cpu_place(rank)) if state is not None else None
 
     def detail(self, rank: int, *, blocked: Collection[int] = ()) -> Detail | None:
         """How a rank exited, or what blocks it."""

@@ -20,8 +20,9 @@ from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
-from torchwhere.diagnose.doctor.context import Timing
 from torchwhere.diagnose.doctor.finding import CallRef
+from torchwhere.diagnose.doctor.reached import first_unreached, has_reached, last_reached
+from torchwhere.diagnose.doctor.timing import Timing
 
 _UNUSUAL = 1.5  # times the delay that 9 of 10 collectives had
 
@@ -99,7 +100,7 @@ class DeviceStalls:
         """A device that may wait in an earlier asynchronous collective of another group: it has
         reached one that another blocked device has not."""
         rank_calls = self.job_calls.by_rank[device.rank]
-        for call in _last_reached(rank_calls):
+        for call in last_reached(rank_calls):
             ranks = tuple(rank for rank in self._holding_up(call) if rank in blocked)
             if ranks:
                 return device._replace(waits_in=self._first_open(call, ranks), waits_for=ranks)
@@ -146,7 +147,7 @@ class DeviceStalls:
         later = (
             other.number > call.number
             for own in others
-            for other in _last_reached(own)
+            for other in last_reached(own)
             if other.key == call.key
         )
         return [] if any(later) else unseen
@@ -158,20 +159,9 @@ class DeviceStalls:
         reached several. They complete in order.
         """
         by_rank = self.job_calls.by_rank
-        number = min(_first_unreached(by_rank[rank], call.key) for rank in ranks)
+        number = min(first_unreached(by_rank[rank], call.key) for rank in ranks)
         is_known = by_rank[call.rank].calls[call.key].at(number) is not None
         return call._replace(number=number) if is_known and number < call.number else call
-
-
-def has_reached(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
-    """Whether a rank has issued a collective, and its device has reached it, as far as known."""
-    if rank_calls.counts.get(key, 0) <= number:
-        return False
-    state, calls = rank_calls.rank_summary.device, rank_calls.calls.get(key)
-    if state is None or not state.unreached or calls is None or calls.at(number) is None:
-        return True
-    record = calls.record(number)
-    return record not in state.unreached and record <= max(state.unreached)
 
 
 def _has_passed(rank_calls: RankCalls, call: CallRef) -> bool:
@@ -182,33 +172,6 @@ def _has_passed(rank_calls: RankCalls, call: CallRef) -> bool:
         return False
     last = state.device_place.collective
     return last is None or last.state is CallState.DONE
-
-
-def _last_reached(rank_calls: RankCalls) -> Iterator[CallRef]:
-    """The last call of each stream that the device of a rank has reached, as far as known."""
-    state = rank_calls.rank_summary.device
-    unreached = () if state is None else state.unreached
-    for key, calls in rank_calls.calls.items():
-        if not calls.has_device_delays:
-            continue  # not on a device
-        records = calls.records()
-        count = (
-            int(np.searchsorted(records, max(unreached), side="right"))
-            if unreached
-            else len(records)
-        )
-        while count and records[count - 1] in unreached:
-            count -= 1
-        if count:
-            yield CallRef(key, calls.first + count - 1, rank_calls.rank)
-
-
-def _first_unreached(rank_calls: RankCalls, key: StreamKey) -> int:
-    """The number of the first call of a stream that a rank has not reached, as far as known."""
-    state = rank_calls.rank_summary.device
-    calls = map(rank_calls.call_of_record, () if state is None else state.unreached)
-    numbers = [call[1] for call in calls if call is not None and call[0] == key]
-    return min(numbers, default=rank_calls.counts.get(key, 0))
 
 
 def _usual_delay_s(rank_calls: RankCalls) -> float:

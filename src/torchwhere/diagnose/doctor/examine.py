@@ -19,11 +19,12 @@ from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.calls.stream_calls import StreamCalls
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
-from torchwhere.diagnose.doctor.context import Context, Timing
+from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.exit_records import interrupted
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.rules import RULES
+from torchwhere.diagnose.doctor.timing import Timing
 from torchwhere.diagnose.doctor.waits import Wait, waits
 from torchwhere.gpus.samples import HostGpus
 from torchwhere.processes.status import ProcessStatus

@@ -147,10 +147,10 @@ def no_fault(
             facts["unwatched"] = list(unwatched)
         return Finding(kind, shown, call=call, certainty=certainty, stalled_s=still_s, facts=facts)
     killed = frozenset(context.exits.killed())
-    first = [rank for rank in awaited(context.waits) if rank in killed]
+    first = [rank for rank in awaited(context.begun_waits) if rank in killed]
     if 2 * len(first) >= len(context.by_rank):
         first = []
-    waiting = sorted(wait.rank for wait in waiting_for(context.waits, first))
+    waiting = sorted(wait.rank for wait in waiting_for(context.begun_waits, first))
     return Finding(
         VerdictKind.DEAD,
         EndedUnfinished(cause, tuple(first), tuple(waiting)),
@@ -175,16 +175,18 @@ def _ended_in_call(context: Context) -> bool:
         return False
     return (
         context.are_all_in_one_call
-        or bool(context.waits)
+        or bool(context.begun_waits)
         or any(map(context.group_in_creation, context.by_rank))
     )
 
 
 def _quiet_s(context: Context) -> float | None:
-    """How long no rank has recorded anything, if that is long and no rank waits; else None."""
+    """How long no rank has recorded anything and no device has reached a mark, if that is long and
+    no rank waits; else None."""
     timing, ranks = context.timing, context.by_rank
-    lasted = timing.since_s(timing.recorded_ns)
-    if lasted is None or context.have_finished or context.waits or not ranks:
+    moved_ns = [timing.recorded_ns, *(_device_ns(context, rank) for rank in ranks)]
+    lasted = timing.since_s(max(moved_ns))
+    if lasted is None or context.have_finished or context.begun_waits or not ranks:
         return None
     return lasted if lasted >= max(map(timing.patience_s, ranks)) else None
 
@@ -197,7 +199,7 @@ def _standstill(context: Context, pace: Pace) -> Standstill | None:
     has no heartbeat, and its box is read at once.
     """
     timing, by_rank = context.timing, context.by_rank
-    wait = context.first_wait_for(awaited(context.waits))
+    wait = _first_wait(context)
     ranks = [wait.rank] if wait is not None else list(by_rank)
     if timing.is_over or context.have_finished or not ranks:
         return None
@@ -223,15 +225,29 @@ def _standstill(context: Context, pace: Pace) -> Standstill | None:
 def _pause(context: Context, wait: Wait | None) -> Pause:
     """What the ranks do that others wait for; if no rank waits, what all ranks do."""
     if wait is not None:
-        return pause_of(context, awaited(context.waits), wait)
+        return pause_of(context, awaited(context.begun_waits), wait)
     by_rank = context.by_rank
     return pause_of(context, [rank for rank in by_rank if not context.group_in_creation(rank)])
 
 
+def _first_wait(context: Context) -> Wait | None:
+    """The wait for an awaited rank that began first."""
+    waits = context.begun_waits
+    return min(waiting_for(waits, awaited(waits)), key=context.timing.issued_ns, default=None)
+
+
 def _moved_ns(context: Context, rank: int) -> int:
-    """When a rank last recorded something, or entered or left a module."""
+    """When a rank last recorded something, or entered or left a module, or its device reached a
+    mark."""
     rank_calls = context.by_rank[rank]
-    return max(rank_calls.box_summary.last_ns, rank_calls.rank_summary.moved_ns)
+    moved_ns = max(rank_calls.box_summary.last_ns, rank_calls.rank_summary.moved_ns)
+    return max(moved_ns, _device_ns(context, rank))
+
+
+def _device_ns(context: Context, rank: int) -> int:
+    """When the device of a rank reached its last mark; 0 if that is unknown."""
+    state = context.by_rank[rank].rank_summary.device
+    return state.device_place.t_ns if state is not None else 0
 
 
 def _progress(context: Context, pace: Pace) -> Cause:
@@ -261,11 +277,10 @@ def _had_begun_to_wait(context: Context) -> CreatingGroup | ShortWait | None:
     creating = tuple(rank for rank in by_rank if context.group_in_creation(rank) is not None)
     if creating:
         return CreatingGroup(creating)
-    ranks = awaited(context.waits)
-    wait = context.first_wait_for(ranks)
+    ranks, wait = awaited(context.begun_waits), _first_wait(context)
     waited_s = context.timing.waited_s(wait) if wait is not None else None
     if wait is None or waited_s is None or waited_s < _WORTH_TELLING_S:
         return None
-    waiting = tuple(other.rank for other in waiting_for(context.waits, ranks))
+    waiting = tuple(other.rank for other in waiting_for(context.begun_waits, ranks))
     call = by_rank[wait.rank].issued(wait.key, wait.number)
     return ShortWait(waiting, tuple(ranks), waited_s, call)

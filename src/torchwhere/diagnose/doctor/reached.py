@@ -1,0 +1,59 @@
+"""Finds which calls the device of a rank has reached, of those that its CPU has issued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.diagnose.doctor.finding import CallRef
+
+
+def has_reached(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
+    """Whether a rank has issued a collective, and its device has reached it, as far as known."""
+    if rank_calls.counts.get(key, 0) <= number:
+        return False
+    state, calls = rank_calls.rank_summary.device, rank_calls.calls.get(key)
+    if state is None or not state.unreached or calls is None or calls.at(number) is None:
+        return True
+    record = calls.record(number)
+    return record not in state.unreached and record <= max(state.unreached)
+
+
+def is_only_issued(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
+    """Whether the device of a rank has not reached a collective that its CPU has issued: the rank
+    does not wait in it yet. False for a collective on the CPU."""
+    state, calls = rank_calls.rank_summary.device, rank_calls.calls.get(key)
+    if state is None or calls is None or has_reached(rank_calls, key, number):
+        return False
+    at = calls.at(number)
+    return at is not None and bool(np.isin(calls.records()[: at + 1], state.unreached).any())
+
+
+def last_reached(rank_calls: RankCalls) -> Iterator[CallRef]:
+    """The last call of each stream that the device of a rank has reached, as far as known."""
+    state = rank_calls.rank_summary.device
+    unreached = () if state is None else state.unreached
+    for key, calls in rank_calls.calls.items():
+        if not calls.has_device_delays:
+            continue  # not on a device
+        records = calls.records()
+        count = (
+            int(np.searchsorted(records, max(unreached), side="right"))
+            if unreached
+            else len(records)
+        )
+        while count and records[count - 1] in unreached:
+            count -= 1
+        if count:
+            yield CallRef(key, calls.first + count - 1, rank_calls.rank)
+
+
+def first_unreached(rank_calls: RankCalls, key: StreamKey) -> int:
+    """The number of the first call of a stream that a rank has not reached, as far as known."""
+    state = rank_calls.rank_summary.device
+    calls = map(rank_calls.call_of_record, () if state is None else state.unreached)
+    numbers = [call[1] for call in calls if call is not None and call[0] == key]
+    return min(numbers, default=rank_calls.counts.get(key, 0))
