@@ -17,8 +17,9 @@ from torchwhere.blackbox.live_names import NameReader
 from torchwhere.blackbox.reader import read_box
 from torchwhere.diagnose.live.ranks import LiveRanks
 from torchwhere.diagnose.live.run import RunNow
+from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.render.lines import as_text
-from torchwhere.render.top import plain_lines, screen_lines
+from torchwhere.render.top import impression, plain_lines, screen_lines
 from torchwhere.render.top_detail import detail_lines
 from torchwhere.render.top_rows import Charset
 from torchwhere.render.top_view import TopView
@@ -65,6 +66,26 @@ def test_ranks_wait_for_a_device(
     assert [rank.rank for rank in run.waiting] == waiting
 
 
+@pytest.mark.parametrize(
+    ("job", "where"),
+    [
+        ("endless_ddp", "all_reduce #22 default"),  # the devices that wait have reached #23 too
+        ("stuck_cpu", "all_reduce #22 default"),
+        ("stopped", "all_reduce #22 default"),  # long after the last look at the stopped device
+        ("endless_fsdp2", "all_gather_into_tensor #77 default"),
+        ("endless_pipeline", "3 collectives"),  # messages between different ranks
+    ],
+)
+def test_the_collective_that_ranks_wait_in(runs: Path, job: str, where: str) -> None:
+    """Ranks wait in the first collective that the culprit has not reached, as the doctor says."""
+    run = polled(runs / job)
+    assert impression(run)[0].endswith(f"; 3 ranks wait in {where}")
+    verdict = diagnose_folder(runs / job, stall_s=4)
+    assert verdict.collective is not None
+    numbers = {call.number for call in run.waits_in}
+    assert verdict.collective["number"] in numbers
+
+
 @pytest.fixture
 def device_box(tmp_path: Path) -> Iterator[DeviceBox]:
     made = DeviceBox(tmp_path / "rank0.box")
@@ -107,7 +128,7 @@ def test_table_with_a_device(runs: Path) -> None:
     lines = as_text(plain_lines(polled(runs / "endless_ddp"), verdict=None, width=None))
     _, sentence, both, heading, culprit, *others = lines.splitlines()
     assert sentence.startswith("rank 2 STUCK for ")
-    assert sentence.endswith("3 ranks wait in all_reduce #23 default")
+    assert sentence.endswith("3 ranks wait in all_reduce #22 default")
     assert both == (
         "rank 2: CPU: forward of <root>, nccl_jobs.py:33, step 7; GPU: after all_reduce #21 of"
         " group default, nccl_jobs.py:36, step 6 (1 step and 3 collectives behind)"

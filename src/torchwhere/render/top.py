@@ -112,10 +112,9 @@ def _culprits_sentence(run: RunNow) -> str:
     if others:
         sentence += f", {others} more"
     if waiting:
-        verb = "waits" if len(waiting) == 1 else "wait"
-        sentence += (
-            f"; {plural(len(waiting), 'rank')} {verb} in {collective_text(waiting[0].arrived)}"
-        )
+        verb, calls = "waits" if len(waiting) == 1 else "wait", run.waits_in
+        where = plural(len(calls), "collective") if len(calls) > 1 else collective_text(*calls)
+        sentence += f"; {plural(len(waiting), 'rank')} {verb} in {where}"
     return sentence
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torchwhere.blackbox.issued import Issued
 from torchwhere.core.grouping import grouped
 from torchwhere.core.results import plain_fields
 from torchwhere.diagnose.doctor.verdict import State
+from torchwhere.diagnose.live.open_call import first_open
 from torchwhere.diagnose.live.ranks import RankNow
 
 
@@ -34,6 +36,20 @@ class RunNow:
     @property
     def waiting(self) -> list[RankNow]:
         return [rank for rank in self.ranks if rank.waits_for]
+
+    @property
+    def waits_in(self) -> list[Issued]:
+        """The collectives that the waiting ranks wait in, each one once."""
+        by_rank = {rank.rank: rank for rank in self.ranks}
+        calls: dict[tuple[object, ...], Issued] = {}
+        for rank in self.waiting:
+            call = rank.arrived
+            # thousands of ranks may share one tuple of thousands
+            if call is None or (key := (call.stream, call.number, id(rank.waits_for))) in calls:
+                continue
+            awaited = [by_rank[other] for other in rank.waits_for if other in by_rank]
+            calls[key] = first_open(rank, call, awaited)
+        return list({(call.stream, call.number): call for call in calls.values()}.values())
 
     @property
     def steps_per_s(self) -> float | None:
