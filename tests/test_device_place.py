@@ -265,7 +265,7 @@ def test_own_box() -> None:
     )
     assert device_note(device) == (
         "the GPU had reached: at all_reduce #0 of group default, backward of layers.1.mlp,"
-        " train.py:35, step 6; not reached: backward of layers.1.mlp"
+        " train.py:35, step 6; not reached: backward of layers.1.mlp, step 6"
     )
     device_box.box.close()
 

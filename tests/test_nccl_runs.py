@@ -98,15 +98,35 @@ def test_sentences(runs: Path) -> None:
             ' "default"'
         ),
         (
-            "Likely cause: a kernel or a copy on that device does not end, issued before that call"
-            " (backward of layers.2.0, nccl_jobs.py:35, step 6). Look at: nvidia-smi and the kernel log (Xid) on"
-            " the host of rank 2, and the kernels of that code."
+            "Likely cause: a kernel or a copy on that device does not end. Look at: nvidia-smi and"
+            " the kernel log (Xid) on the host of rank 2, and the kernels that the CPU issued"
+            " between these two points:"
+        ),
+        "  reached: after all_reduce #21 of group default, nccl_jobs.py:36, step 6",
+        (
+            "  not reached: all_reduce #22 of group default, backward of layers.2.0,"
+            " nccl_jobs.py:35, step 6"
         ),
     ]
-    assert str(verdict).splitlines()[4] == (
+    assert str(verdict).splitlines()[6] == (
         "  rank 2: CPU: forward of <root>, nccl_jobs.py:33, step 7; GPU: after all_reduce #21 of"
         " group default, nccl_jobs.py:36, step 6 (1 step and 3 collectives behind)"
     )
+
+
+def test_the_points_between_which_a_device_hangs(runs: Path) -> None:
+    """The verdict names the marks on both sides of the work that does not end, not only the next
+    collective, which is a step later. If several streams are busy, it names no marks."""
+    verdict = diagnose_folder(runs / "endless_tensor_parallel", stall_s=STALL_S)
+    assert verdict.explanation[-2:] == (
+        "  reached: forward of <root>, step 6",
+        "  not reached: backward (no module), step 6",
+    )
+    device = verdict.ranks[2].device
+    assert device is not None
+    assert device.to_dict()["next"]["step"] == 6
+    verdict = diagnose_folder(runs / "endless_fsdp2", stall_s=STALL_S)
+    assert "issued before that call (backward of layers.2.1" in verdict.explanation[-1]
 
 
 def test_a_straggler_on_the_device(runs: Path) -> None:

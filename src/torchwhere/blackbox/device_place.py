@@ -105,7 +105,7 @@ def read_device_place(source: DeviceSource, *, cpu: Place) -> DevicePlace:
     pending = [lane for lane in lanes if lane.pending]
     first = last if last.pending else min(pending, key=_issue_order, default=None)
     place, collective = _reached(source, last, cpu.rank)
-    following, next_collective = _unreached(source, first, cpu.rank)
+    following, next_collective = _unreached(source, first, cpu.rank, is_only=len(lanes) == 1)
     return DevicePlace(
         cpu,
         place=place,
@@ -161,16 +161,20 @@ def _times(source: DeviceSource, number: int | None) -> Words:
 
 
 def _unreached(
-    source: DeviceSource, lane: DeviceLane | None, rank: int
+    source: DeviceSource, lane: DeviceLane | None, rank: int, *, is_only: bool
 ) -> tuple[Place | None, DeviceCall | None]:
-    """The first mark of a lane that the device has not reached: its place, and its collective."""
+    """The first mark of a lane that the device has not reached: its place, and its collective. On
+    the only lane, a place has the step of the mark before it: each new step has its own mark."""
     if lane is None:
         return None, None
     number = lane.next_record
     record = _record(source, number)
     is_running = _times(source, number)[TIMES_REACHED] > 0
     state = CallState.RUNNING if is_running else CallState.ISSUED
-    step = record.step if record is not None else NO_STEP
+    has_its_step = is_only and number is None and lane.t_ns
+    step = lane.step if has_its_step else NO_STEP
+    if record is not None:
+        step = record.step
     return _mark(source, lane.next_place, step, record, state, rank)
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchwhere.core.device_place import CallState
+from torchwhere.blackbox.device import device_lanes
+from torchwhere.core.device_place import CallState, DevicePlace
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
@@ -162,6 +163,18 @@ class DeviceStalls:
         number = min(first_unreached(by_rank[rank], call.key) for rank in ranks)
         is_known = by_rank[call.rank].calls[call.key].at(number) is not None
         return call._replace(number=number) if is_known and number < call.number else call
+
+
+def hangs_between(rank_calls: RankCalls) -> DevicePlace | None:
+    """The last mark that a blocked device has reached, and the first that it has not: what does not
+    end was issued between the two. None if marks are pending on several streams, because one may
+    wait for another, or if another stream has reached its last mark later."""
+    state, box = rank_calls.rank_summary.device, rank_calls.box
+    lanes = device_lanes(box) if box is not None else []
+    pending = [lane.t_ns for lane in lanes if lane.pending]
+    if state is None or len(pending) != 1 or pending[0] < max(lane.t_ns for lane in lanes):
+        return None
+    return state.device_place
 
 
 def _has_passed(rank_calls: RankCalls, call: CallRef) -> bool:

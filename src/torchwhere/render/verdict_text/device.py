@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchwhere.core.device_place import CallState, DevicePlace
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.device_stalls import StalledDevice
@@ -29,7 +30,7 @@ def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
         lines = [f"{subject} reached {call}, which the CPU issued {first.lasted_s:.0f} s ago."]
     if cause.waiting:
         lines.append(_waiting_text(context, cause.waiting))
-    return [*lines, _cause_text(context, first)]
+    return lines + _cause_text(context, cause)
 
 
 def blocked_together_text(cause: DevicesBlockedTogether, context: Context) -> list[str]:
@@ -72,15 +73,37 @@ def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> str:
     return f"  waiting on the device: {ranks}, in {len(calls)} different collectives"
 
 
-def _cause_text(context: Context, device: StalledDevice) -> str:
+def _cause_text(context: Context, cause: BlockedDevices) -> list[str]:
+    device = cause.blocked[0]
+    look_at = f"Look at: nvidia-smi and the kernel log (Xid) on the host of rank {device.rank}, and"
+    points = _points_text(cause.between) if cause.between is not None else []
+    if points:
+        return [
+            (
+                f"Likely cause: a kernel or a copy on that device does not end. {look_at} the"
+                " kernels that the CPU issued between these two points:"
+            ),
+            *points,
+        ]
     issued = ""
     if device.next is not None:
         call = context.issued(device.next)
         issued = f", issued before that call ({place_text(call.place)})" if call is not None else ""
     elif device.place is not None:
         issued = f", issued after {place_text(device.place)}"
-    return (
-        f"Likely cause: a kernel or a copy on that device does not end{issued}. Look at: nvidia-smi"
-        f" and the kernel log (Xid) on the host of rank {device.rank}, and the kernels of that"
-        " code."
-    )
+    return [
+        (
+            f"Likely cause: a kernel or a copy on that device does not end{issued}. {look_at} the"
+            " kernels of that code."
+        )
+    ]
+
+
+def _points_text(device: DevicePlace) -> list[str]:
+    """The last point that a device has reached, and the next one; empty if it is inside a
+    collective."""
+    call, following = device.next_collective, device.next_text()
+    is_inside = call is not None and call.state is not CallState.ISSUED
+    if device.place is None or following is None or is_inside:
+        return []
+    return [f"  reached: {device.reached_text()}", f"  not reached: {following}"]

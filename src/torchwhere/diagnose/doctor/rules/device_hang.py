@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.grouping import grouped
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.deadlocks import Blame, blame
-from torchwhere.diagnose.doctor.device_stalls import DeviceStalls, StalledDevice
+from torchwhere.diagnose.doctor.device_stalls import DeviceStalls, StalledDevice, hangs_between
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
 from torchwhere.diagnose.doctor.verdict import VerdictKind
@@ -25,6 +26,7 @@ class BlockedDevices(Cause):
 
     blocked: tuple[StalledDevice, ...]
     waiting: tuple[StalledDevice, ...]
+    between: DevicePlace | None = None  # the two marks between which the first device hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,9 @@ def find_device_hang(context: Context) -> Finding | None:
     first = max(blocked, key=lambda device: device.lasted_s)
     return Finding(
         VerdictKind.MISSING,
-        BlockedDevices(tuple(blocked), tuple(waiting)),
+        BlockedDevices(
+            tuple(blocked), tuple(waiting), hangs_between(context.by_rank[blocked[0].rank])
+        ),
         culprits=tuple(device.rank for device in blocked),
         call=first.next,
         certainty=exact_if(not context.no_data),
