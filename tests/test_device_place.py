@@ -378,6 +378,7 @@ def test_verdict(runs: Path) -> None:
         "collectives_behind": 3,
         "t_ns": device.t_ns,
         "problem": None,
+        "cpu_waits_in": None,
     }
     row = verdict.as_rows()[2]
     assert (row["device_step"], row["device_collectives_behind"]) == (6, 3)

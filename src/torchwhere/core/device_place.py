@@ -81,6 +81,8 @@ class DevicePlace(Shown):
         t_ns: When the device reached `place`, in ns since 1970; 0 if it is not known.
         looked_ns: When the device was last looked at, in ns since 1970; 0 if it is not known.
         problem: Why nothing is known about the device; None if something is known.
+        cpu_waits_in: The function in which the CPU waits for the device, such as `.item()`, if its
+            stack shows that. `where(device=True)` never waits, so there it is None.
 
     Example:
         device = torchwhere.where(device=True)
@@ -98,6 +100,7 @@ class DevicePlace(Shown):
     t_ns: int = 0
     looked_ns: int = 0
     problem: str | None = None
+    cpu_waits_in: str | None = None
 
     @property
     def steps_behind(self) -> int:
@@ -110,7 +113,12 @@ class DevicePlace(Shown):
         return f"<DevicePlace {self}>"
 
     def __str__(self) -> str:
-        return printable(f"CPU: {_point_text(self.cpu, None)}; {self.device_text()}")
+        return printable(f"CPU: {self.cpu_text()}; {self.device_text()}")
+
+    def cpu_text(self) -> str:
+        """Return where the CPU is, without its rank, and in which function it waits."""
+        place = _point_text(self.cpu, None)
+        return f"waiting in {self.cpu_waits_in}, {place}" if self.cpu_waits_in else place
 
     def device_text(self) -> str:
         """Return where the device is, and how far it is behind, on one line."""
@@ -151,6 +159,7 @@ class DevicePlace(Shown):
             "collectives_behind": self.collectives_behind,
             "t_ns": self.t_ns or None,
             "problem": self.problem,
+            "cpu_waits_in": self.cpu_waits_in,
         }
 
 

@@ -18,11 +18,18 @@ from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
+from torchwhere.diagnose.doctor.device_wait import device_wait
 from torchwhere.diagnose.doctor.exit_records import ExitReason, ended_well
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.finding import CallRef
 from torchwhere.diagnose.doctor.reached import is_only_issued
-from torchwhere.diagnose.doctor.stacks import Hold, holding, is_in_collective, stack_lines
+from torchwhere.diagnose.doctor.stacks import (
+    Activity,
+    Hold,
+    holding,
+    is_in_collective,
+    stack_lines,
+)
 from torchwhere.diagnose.doctor.timing import Timing
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait, waiting_for
@@ -177,7 +184,19 @@ class Context:
     def device_place(self, rank: int) -> DevicePlace | None:
         """Where the device of a rank is, beside its CPU; None if that is not known."""
         state = self.by_rank[rank].rank_summary.device
-        return replace(state.device_place, cpu=self.cpu_place(rank)) if state is not None else None
+        if state is None:
+            return None
+        cpu, waits_in = self.cpu_place(rank), self._device_wait(rank)
+        return replace(state.device_place, cpu=cpu, cpu_waits_in=waits_in)
+
+    def _device_wait(self, rank: int) -> str | None:
+        """The function in which the CPU of a rank waits for its device, if its stack shows that."""
+        rank_calls, stack = self.by_rank[rank], self.status(rank).stack
+        state = rank_calls.rank_summary.device
+        if state is None or not stack or self._halted(rank) in (State.DEAD, State.FINISHED):
+            return None
+        pending = state.device_place.pending
+        return device_wait(stack, rank_calls.box_summary.meta, pending=pending)
 
     def detail(self, rank: int, *, blocked: Collection[int] = ()) -> Detail | None:
         """How a rank exited, or what blocks it."""
@@ -192,7 +211,11 @@ class Context:
         if state is not State.RUNNING:
             return None
         silent_s = self.timing.silent_s(rank)
-        return StoppedHeartbeat(silent_s) if silent_s else holding(rank_calls, self.status(rank))
+        if silent_s:
+            return StoppedHeartbeat(silent_s)
+        hold, waits_in = holding(rank_calls, self.status(rank)), self._device_wait(rank)
+        is_unclear = hold is None or hold.activity in (Activity.RUNNING, Activity.SLEEPING)
+        return Hold(Activity.DEVICE, waits_in) if waits_in and is_unclear else hold
 
     def group_in_creation(self, rank: int) -> GroupCreation | None:
         """The group creation that a rank has begun and not completed."""

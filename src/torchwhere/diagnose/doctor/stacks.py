@@ -90,6 +90,7 @@ class Activity(StrEnum):
     GROUP_CREATION = "group creation"
     GROUP_END = "group end"
     COLLECTIVE = "collective"
+    DEVICE = "device"  # waits for its own device
     DISTRIBUTED = "distributed"  # in torch.distributed, outside any recorded collective
     RUNNING = "running"
     SLEEPING = "sleeping"

@@ -22,6 +22,7 @@ from torchwhere.core.events import Event
 from torchwhere.core.place import RANK_FIELDS, Place
 from torchwhere.core.results import plain_fields
 from torchwhere.core.stall import NO_PROGRESS_S, no_progress_s
+from torchwhere.diagnose.doctor.device_wait import device_wait
 from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.diagnose.doctor.stacks import stack_lines
 from torchwhere.diagnose.doctor.verdict import State
@@ -54,9 +55,12 @@ class RankNow:
         place = self.live_box.place()
         if place.line is not None or not self.is_stalled:
             return place
-        # the lines in the stack that a stalled rank has saved
-        stack = saved_stack(self.live_box.path, moved_ns=self.live_box.moved_ns)
-        return replace(place, **stack_lines(stack, folder=self.live_box.meta.get("folder")))
+        return replace(place, **stack_lines(self._stack, folder=self.live_box.meta.get("folder")))
+
+    @cached_property
+    def _stack(self) -> tuple[str, ...]:
+        """The stack that a stalled rank has saved."""
+        return saved_stack(self.live_box.path, moved_ns=self.live_box.moved_ns)
 
     @cached_property
     def issued(self) -> Issued | None:
@@ -71,7 +75,11 @@ class RankNow:
     def device(self) -> DevicePlace | None:
         """Where its device is; None if no device has reached a mark."""
         device = self.live_box.device()
-        return replace(device, cpu=self.place) if device is not None else None
+        if device is None:
+            return None
+        stack = self._stack if self.is_stalled else ()
+        waits_in = device_wait(stack, self.live_box.meta, pending=device.pending)
+        return replace(device, cpu=self.place, cpu_waits_in=waits_in)
 
     @property
     def host(self) -> str:

@@ -164,6 +164,7 @@ _ACTIVITIES = {
     Activity.GROUP_CREATION: "in {function}, which needs all ranks of the group",
     Activity.GROUP_END: "in {function}, which waits for pending collectives of this rank",
     Activity.COLLECTIVE: "waiting in {function}",
+    Activity.DEVICE: "waiting in {function} for its device",
     Activity.DISTRIBUTED: "in torch.distributed, outside any recorded collective",
     Activity.RUNNING: (
         "running: an endless loop, a long computation, or native code that holds the GIL"
