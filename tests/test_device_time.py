@@ -337,10 +337,20 @@ def test_phases(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             "The end of 248 collectives was not recorded. Each counts only until the last device"
-            " reached it."
+            " reached it; a send, a recv or a collective with a root counts as compute."
         ),
         "Devices are compared by the wall clock of the host.",
     ]
+
+
+def test_ranks_with_different_steps(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank whose device was killed, or was not looked at any more, has fewer steps: the table
+    shows how many each rank has."""
+    assert main(["phases", str(runs / "killed")]) == 0
+    _, _, title, heading, *rows = capsys.readouterr().out.splitlines()
+    assert title == "device, median of the steps of each rank"
+    assert heading.split()[:3] == ["rank", "steps", "step"]
+    assert [row.split()[:2] for row in rows[:4]] == [["0", "6"], ["1", "6"], ["2", "2"], ["3", "6"]]
 
 
 def test_phases_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

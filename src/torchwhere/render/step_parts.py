@@ -81,13 +81,16 @@ def _rank_table(
 def device_time_lines(device: JobDeviceTimes, *, width: int | None) -> Iterator[Line]:
     """The usual step on each device: a title, a row for each rank, and what is not known."""
     usual = {rank: device.usual(rank) for rank in device.by_rank}
-    steps = max(step.steps for step in usual.values())
-    yield fitted([(f"device, median of {plural(steps, 'step')}", "bold")], width)
-    columns = [Column(name, right=True) for name in _DEVICE_HEADINGS]
+    counts = {step.steps for step in usual.values()}
+    are_equal = len(counts) == 1
+    steps = plural(max(counts), "step") if are_equal else "the steps of each rank"
+    yield fitted([(f"device, median of {steps}", "bold")], width)
+    headings = _DEVICE_HEADINGS if are_equal else ("steps", *_DEVICE_HEADINGS)
+    columns = [Column(name, right=True) for name in headings]
     yield from _rank_table(
         [*columns, Column("waited for", optional=True)],
         {rank: step.waited_ns for rank, step in usual.items()},
-        lambda rank: _device_cells(usual[rank]),
+        lambda rank: _device_cells(usual[rank], has_steps=not are_equal),
         width=width,
         narrowing=(("waited for", 0), ("hidden", 0)),
     )
@@ -97,13 +100,14 @@ def device_time_lines(device: JobDeviceTimes, *, width: int | None) -> Iterator[
     if open_calls:
         remark = (
             f"The end of {plural(open_calls, 'collective')} was not recorded. Each counts only"
-            " until the last device reached it."
+            " until the last device reached it; a send, a recv or a collective with a root counts"
+            " as compute."
         )
         yield [(remark, "dim")]
     yield [(f"Devices are compared by {device.clocks}.", "dim")]
 
 
-def _device_cells(step: UsualStep) -> list[Cell]:
+def _device_cells(step: UsualStep, *, has_steps: bool) -> list[Cell]:
     is_long = step.waited_for is not None and step.waited_ns >= _LEAST_WAIT * step.device_ns
     waited_for = f"rank {step.waited_for} in {plural(step.waited_steps, 'step')}"
     times = (
@@ -114,4 +118,5 @@ def _device_cells(step: UsualStep) -> list[Cell]:
         step.exposed_ns,
         step.waited_ns,
     )
-    return [*map(duration, times), waited_for if is_long else ""]
+    steps = [str(step.steps)] if has_steps else []
+    return [*steps, *map(duration, times), waited_for if is_long else ""]

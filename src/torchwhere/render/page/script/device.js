@@ -64,7 +64,7 @@ function deviceLegend() {
 
 function deviceRemarks(device) {
   const open = device.usual.reduce((sum, row) => sum + row.open_calls, 0);
-  const ends = `The end of ${plural(open, "collective")} was not recorded. Each counts only until the last device reached it. `;
+  const ends = `The end of ${plural(open, "collective")} was not recorded. Each counts only until the last device reached it; a send, a recv or a collective with a root counts as compute. `;
   return el("p", { class: "aside" }, open ? ends : "", "Devices are compared by ", name(device.clocks, { mono: false }), ".");
 }
 
