@@ -40,9 +40,12 @@ test-all: $(VENV)/tested
 test-native: $(VENV)/tested
 	TORCHWHERE_NATIVE=1 $(PYTEST)
 
-# Four NCCL ranks on one GPU; skipped where there is none.
+# Four NCCL ranks on one GPU; one line where there is none. tests/test_gpus.py needs no GPU.
+GPU_TESTS := tests/test_cuda.py tests/test_gpu.py $(wildcard tests/test_gpu_*.py)
 test-gpu: $(VENV)/tested
-	$(BIN)/python -m pytest -q -rs tests/test_gpu*.py tests/test_cuda.py
+	@if $(BIN)/python -W ignore -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
+	then $(BIN)/python -m pytest -q -rs $(GPU_TESTS); \
+	else echo "make test-gpu: skipped, torch finds no NVIDIA GPU on this machine"; fi
 
 check: $(VENV)/tested
 	$(BIN)/ruff format --check .

@@ -4,6 +4,8 @@ two constructs that are hard to read."""
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -102,6 +104,21 @@ def test_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(str(file.relative_to(SOURCE)))
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
+def test_files_of_make_test_gpu() -> None:
+    """`make test-gpu` runs the files whose tests all need a GPU, and no others."""
+    need_a_gpu = {
+        str(file.relative_to(ROOT))
+        for file, tree in syntax_trees().items()
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and "pytestmark = [pytest.mark.skipif(not torch.cuda.is_available()" in ast.unparse(node)
+    }
+    commands = subprocess.run(
+        ["make", "-n", "test-gpu"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(re.findall(r"tests/\S+\.py", commands.stdout)) == need_a_gpu
 
 
 @pytest.mark.parametrize(
