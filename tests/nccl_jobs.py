@@ -5,6 +5,10 @@ and `nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL 2.2
 without a GPU.
 
 NCCL refuses two ranks on one GPU of one host. It tells hosts apart by `NCCL_HOSTID`.
+
+A file `dump` beside the folder of the run asks each rank for dumps of the flight recorder, at the
+time that it contains: dumps of a running job can be compared only if they show the same moment. A
+rank that is stopped or gone writes none.
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ CYCLES_PER_S = 1.8e9
 ENDLESS = int(25 * CYCLES_PER_S)
 SIZE = 256
 FAILS_AFTER_S = 7
+MEMORY_FRACTION = 0.02  # of the GPU, for the rank that runs out of memory
+HELD_BYTES = 64 << 20
+# for each kind of dump: collectives, stacks, only active ones
+DUMPS = {"all": (True, True, False), "active": (True, True, True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,16 @@ class Expected:
     culprits: tuple[int, ...] = (VICTIM,)
     on_device: bool = False
     fails: bool = False  # the processes end by themselves; collectives have a short timeout
+    is_recorded: bool = True  # the archives have a run of it
+
+    def allows(self, kind: str, culprits: tuple[int, ...]) -> bool:
+        """Whether a verdict from dumps alone may say this. Dumps do not show every fault, so a
+        verdict may name no rank. It never names a rank that only waits, and never calls a hang
+        healthy."""
+        is_hang = self.kind in ("missing", "deadlock")
+        if self.kind == "healthy":
+            return kind in ("healthy", "together") and not culprits
+        return culprits in ((), self.culprits) and not (is_hang and kind == "healthy")
 
 
 JOBS: dict[str, tuple[Callable[[], None], Expected]] = {}
@@ -51,9 +69,11 @@ def job(
     culprits: tuple[int, ...] = (VICTIM,),
     on_device: bool = False,
     fails: bool = False,
+    is_recorded: bool = True,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def register(function: Callable[[], None]) -> Callable[[], None]:
-        JOBS[function.__name__] = function, Expected(kind, culprits, on_device, fails)
+        expected = Expected(kind, culprits, on_device, fails, is_recorded)
+        JOBS[function.__name__] = function, expected
         return function
 
     return register
@@ -326,6 +346,14 @@ def write_to_a_wrong_address() -> None:
     torch.empty(0, device="cuda").set_(storage, 0, (1024,), (1,)).fill_(1)
 
 
+def fill_memory() -> None:
+    """Hold more and more tensors, until a part of the GPU's memory is full."""
+    torch.cuda.set_per_process_memory_fraction(MEMORY_FRACTION)
+    held = []
+    while True:
+        held.append(torch.ones(HELD_BYTES, dtype=torch.uint8, device="cuda"))
+
+
 def reject_batch() -> None:
     raise ValueError("bad batch")
 
@@ -338,6 +366,11 @@ def device_assert() -> None:
 @job("dead", fails=True)
 def illegal_address() -> None:
     train(ddp(), once(write_to_a_wrong_address))
+
+
+@job("dead", fails=True, is_recorded=False)
+def out_of_memory() -> None:
+    train(ddp(), once(fill_memory))
 
 
 @job("missing", fails=True)
@@ -374,6 +407,27 @@ def destroy_with_pending_work() -> None:
     dist.destroy_process_group()
 
 
+# -- dumps -----------------------------------------------------------------------------------------
+
+
+def write_dumps(folder: Path, rank: int) -> None:
+    """Write one dump of each kind."""
+    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
+    dump = getattr(torch._C._distributed_c10d, name)
+    for kind, options in DUMPS.items():
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        half_written = folder / f".{kind}-{rank}"
+        half_written.write_bytes(dump(*options))
+        os.replace(half_written, folder / kind / f"rank_{rank}")
+
+
+def _dump_when_asked(folder: Path, rank: int) -> None:
+    while not (folder / "dump").exists():
+        time.sleep(0.1)
+    time.sleep(max(0.0, float((folder / "dump").read_text()) - time.time()))
+    write_dumps(folder / "dumps", rank)
+
+
 # -- one rank --------------------------------------------------------------------------------------
 
 
@@ -387,6 +441,8 @@ def main(name: str, folder: str, seconds: float) -> None:
     device = torch.device("cuda", 0)
     timeout = timedelta(seconds=FAILS_AFTER_S if JOBS[name][1].fails else 300)
     dist.init_process_group("nccl", device_id=device, timeout=timeout)
+    asked = Path(folder).parent, dist.get_rank()
+    threading.Thread(target=_dump_when_asked, args=asked, daemon=True).start()
     threading.Thread(target=_exit_after, args=(seconds,), daemon=True).start()
     torchwhere.start(out=Path(folder))
     JOBS[name][0]()

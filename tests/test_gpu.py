@@ -1,4 +1,5 @@
-"""Four NCCL ranks on one GPU: what the doctor says while they run, and after they were killed.
+"""Four NCCL ranks on one GPU: what the doctor says while they run, after they were killed, and from
+dumps of the flight recorder alone.
 
 `make test-gpu` runs this file. It needs one NVIDIA GPU, and is skipped elsewhere.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,18 +17,21 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from nccl_jobs import JOBS
+from nccl_jobs import DUMPS, JOBS
 from torchwhere.blackbox.device import device_state, device_times
 from torchwhere.blackbox.reader import read_box
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.flight_recorder.verdict import consult_dumps
 from torchwhere.pipeline.verdict import diagnose_folder
+from torchwhere.recorder.nccl_variables import missing_variables
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -35,10 +40,12 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 STALL_S = 5.0
-RUNS_S = 60.0  # a job ends by itself after this long
+RUNS_S = 80.0  # a job ends by itself after this long
 FOUND_S = 45.0
+DUMPED_S = 10.0  # a rank that can write dumps has done so after this long
 HEALTHY_S = 25.0  # a job without a fault is judged after this long
 AT_ONCE = 3
+WORLD = 4
 
 
 @contextmanager
@@ -72,28 +79,65 @@ def _kill_daemon(pipe: str) -> None:
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
+def dumping(folder: Path) -> dict[str, str]:
+    """The variables that `torchwhere run` sets, with this folder for what the watchdog writes."""
+    watchdog = folder / "watchdog"
+    watchdog.mkdir(parents=True)
+    variables = missing_variables({}, watchdog)
+    return {
+        name: str(watchdog / "rank_") if name.endswith("TEMP_FILE") else value
+        for name, value in variables.items()
+    }
+
+
+def dumped(folder: Path) -> list[Path]:
+    """Ask the ranks for dumps. Returns the folders with dumps, also those of the watchdog."""
+    (folder / ".dump").write_text(str(time.time() + 1))
+    (folder / ".dump").rename(folder / "dump")
+    until = time.monotonic() + DUMPED_S
+    while time.monotonic() < until and len([*folder.glob("dumps/active/rank_*")]) < WORLD:
+        time.sleep(0.2)
+    return [kind for kind in sorted((folder / "dumps").iterdir()) if [*kind.glob("rank_*")]]
+
+
 @contextmanager
 def running(name: str, folder: Path) -> Iterator[Path]:
-    """A job, and the folder of its run."""
+    """A job, and the folder of its run. No launcher ends the ranks when one of them exits."""
     run = folder / "run"
-    arguments = ["--standalone", "--nproc-per-node", "4", str(HERE / "nccl_jobs.py")]
+    command = [sys.executable, HERE / "nccl_jobs.py", name, run, str(RUNS_S)]
     # a client that fails or is killed would end the other clients of the daemon too
     ends = JOBS[name][1].fails or JOBS[name][1].kind == "dead"
     shared = nullcontext({}) if ends else mps(folder)
     with shared as environment, (folder / "log.txt").open("w") as log:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *arguments, name, run, str(RUNS_S)],
-            env=os.environ | environment | {"TORCHWHERE_NATIVE": "1"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        environment |= dumping(folder / "dumps") | job_variables()
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log,
+                stderr=log,
+            )
+            for rank in range(WORLD)
+        ]
         try:
             yield run
         finally:
-            os.killpg(job.pid, signal.SIGKILL)
-            subprocess.run(["pkill", "-9", "-f", str(run)], check=False)  # the ranks
-            job.wait()
+            for rank in ranks:
+                rank.kill()
+            for rank in ranks:
+                rank.wait()
+
+
+def job_variables() -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        "TORCHWHERE_NATIVE": "1",
+        "WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def verdict_of(run: Path, kind: str) -> Verdict:
@@ -131,34 +175,57 @@ def test_variables(options: tuple[str, ...], tmp_path: Path) -> None:
     assert done.stderr.count("TORCH_NCCL_ENABLE_TIMING=1") == (0 if options else 1)
 
 
+class Verdicts(NamedTuple):
+    """What the doctor says about one job."""
+
+    live: Verdict
+    after_kill: Verdict
+    dumps: dict[str, Verdict]  # by the kind of dump
+
+
 @pytest.fixture(scope="module")
-def verdicts(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, Future[list[Verdict]]]]:
-    """For each job two verdicts: live, and after all processes were killed."""
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Verdicts]]]:
+    """The verdicts on each job: live, after all processes were killed, and from dumps alone."""
     folder = tmp_path_factory.mktemp("jobs")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {name: pool.submit(_diagnose, name, folder / name) for name in JOBS}
         pool.shutdown(cancel_futures=True)
 
 
-def _diagnose(name: str, folder: Path) -> list[Verdict]:
+def _diagnose(name: str, folder: Path) -> Verdicts:
     folder.mkdir()
     with running(name, folder) as run:
         live = verdict_of(run, JOBS[name][1].kind)
-    return [live, diagnose_folder(run, stall_s=STALL_S)]
+        kinds = dumped(folder)
+    dumps = {}
+    for kind in kinds:
+        with suppress(TorchwhereError):  # the watchdog did not finish any dump
+            dumps[kind.name] = consult_dumps(kind)
+    return Verdicts(live, diagnose_folder(run, stall_s=STALL_S), dumps)
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_fault(name: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
+def test_fault(name: str, verdicts: dict[str, Future[Verdicts]]) -> None:
     """The doctor names the fault and the rank, while the job runs and after it was killed."""
     expected = JOBS[name][1]
-    live, after_kill = verdicts[name].result()
+    live, after_kill, _ = verdicts[name].result()
     assert (live.kind, live.culprits) == (expected.kind, expected.culprits), live
     assert bool(live.facts.get("on_device")) == expected.on_device
+    assert ("out_of_memory" in live.facts) == (name == "out_of_memory")
     kind = "dead" if expected.kind == "healthy" else expected.kind
     if expected.kind != "straggler":
         assert (after_kill.kind, after_kill.culprits) == (kind, expected.culprits), after_kill
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_dumps(name: str, verdicts: dict[str, Future[Verdicts]]) -> None:
+    """From dumps alone the doctor names the rank, or no rank. Processes that failed may have
+    written none."""
+    expected = JOBS[name][1]
+    dumps = verdicts[name].result().dumps
+    assert expected.fails or dumps.keys() >= DUMPS.keys()
+    for kind, verdict in dumps.items():
+        assert expected.allows(verdict.kind, verdict.culprits), (kind, verdict)
 
 
 def test_places_without_collectives(tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from nccl_jobs import DUMPS, JOBS, write_dumps
 from test_nccl_runs import unpacked
 from torchwhere.cli import main
 from torchwhere.diagnose.doctor.verdict import Verdict
@@ -101,6 +104,24 @@ def test_table(dumps: Path) -> None:
 def test_recorded(dumps: Path, job: str, kind: str, expected: tuple[str, tuple[int, ...]]) -> None:
     """The verdict names the fault and rank 2, or no rank where the dumps cannot tell."""
     assert conclusion(consult_dumps(dumps / job / kind)) == expected
+
+
+@each_folder
+def test_the_rule_for_live_jobs(job: str, kind: str, expected: tuple[str, tuple[int, ...]]) -> None:
+    """What `test_gpu.py` lets a verdict from dumps say: each verdict here, and never that another
+    rank is the culprit or that a hang is healthy."""
+    live = JOBS[job][1]
+    assert live.allows(*expected)
+    assert not any(live.allows(expected[0], (rank,)) for rank in OTHERS)
+    assert live.kind not in ("missing", "deadlock") or not live.allows("healthy", ())
+
+
+def test_dumps_of_a_rank(one_rank: None, tmp_path: Path) -> None:
+    """The dumps that the jobs write when they are asked to can be read."""
+    dist.all_reduce(torch.ones(4))
+    write_dumps(tmp_path, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(DUMPS)
+    assert conclusion(consult_dumps(tmp_path / "all"))[1] == ()
 
 
 @pytest.mark.parametrize("removed", OTHERS)
