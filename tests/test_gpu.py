@@ -30,6 +30,7 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.flight_recorder.verdict import consult_dumps
+from torchwhere.native.build import build
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.recorder.nccl_variables import missing_variables
 
@@ -186,6 +187,7 @@ class Verdicts(NamedTuple):
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Verdicts]]]:
     """The verdicts on each job: live, after all processes were killed, and from dumps alone."""
+    build()
     folder = tmp_path_factory.mktemp("jobs")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {name: pool.submit(_diagnose, name, folder / name) for name in JOBS}

@@ -18,6 +18,7 @@ from faulty_jobs import FAULTS, STALL_S
 from test_doctor import Nursery, kill, wait_for_verdict
 from test_gpu import mps
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.native.build import build
 from torchwhere.native.load import SWITCH
 from torchwhere.pipeline.verdict import diagnose_folder
 
@@ -46,6 +47,7 @@ def verdicts(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Future[list[Verdict]]]]:
     """For each fault two verdicts: live, and after all processes were killed."""
+    build()
     folder = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("TORCHWHERE_TEST_BACKEND", "nccl"), (SWITCH, "1")):

@@ -809,3 +809,47 @@ def test_fault(request: pytest.FixtureRequest, ranks: list[Program], tmp_path: P
         return
     kind = "dead" if expected.kind == "healthy" else expected.kind
     assert (after_kill.kind, after_kill.culprits) == (kind, expected.culprits), after_kill
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def test_training_is_bit_identical(tools: Tools, tmp_path: Path) -> None:
+    """A watch, with and without module events, sets marks and changes no bit of the parameters."""
+    (unwatched, *watched), marks = tools.run(
+        """
+import hashlib
+from contextlib import nullcontext
+from simulated_jobs import SIZE, ddp
+join_group(sim, folder)
+
+def trained(watch):
+    "Train, and hash the parameters after each step."
+    torch.default_generator.manual_seed(0)  # the device has no random numbers
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    hashes = []
+    with watch:
+        for _ in range(12):
+            model(torch.randn(2, SIZE).to("simulated")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sim.synchronize()
+            parameters = [p.detach().cpu().numpy().tobytes() for p in model.parameters()]
+            hashes.append(hashlib.sha256(b"".join(parameters)).hexdigest())
+        marks.append(part.device_status()["marked"])
+    return hashes
+
+marks = []
+runs = [trained(nullcontext())]
+for is_verbose in (False, True):
+    watch = torchwhere.watch(out=folder / f"run{is_verbose}", module_events=is_verbose)
+    runs.append(trained(watch))
+print(json.dumps([runs, marks]))
+""",
+        tmp_path,
+    )
+    assert len(set(unwatched)) == 12  # each step changed the parameters
+    assert watched == [unwatched, unwatched]
+    assert marks[0] == 0
+    assert min(marks[1:]) > 12
