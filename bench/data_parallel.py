@@ -1,5 +1,5 @@
 """Workloads with DDP and FSDP2: buckets of a tiny model on a CPU, and steps of GPT-2 124M in bf16
-on a GPU. One rank.
+on a GPU. One rank; `bench.ranks` uses several.
 
 With batch 1 the GPU waits for the CPU, so a step shows what watching costs the CPU. Batch 8 keeps
 the GPU busy. With one rank, DDP still all-reduces its buckets, and FSDP2 skips its collectives.
@@ -32,6 +32,7 @@ from bench.workloads import Job, Workload, training_step
 
 BUCKETS = 20
 GPT2_124M = Size(layers=12, heads=12, width=768, vocabulary=50257, sequence=1024, batch=1)
+TINY = Size(layers=2, heads=2, width=32, vocabulary=64, sequence=16, batch=1)
 
 
 def ddp(model: GPT2, device: str) -> nn.Module:
@@ -45,7 +46,8 @@ def fsdp2(model: GPT2, device: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh, policy = init_device_mesh(device, (1,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -57,13 +59,18 @@ def job(wrap: Callable[[GPT2, str], nn.Module], size: Size, device: str = "cuda"
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        torch.manual_seed(0)
-        model = wrap(GPT2(size).to(device), device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-        yield Job(training_step(model, size, optimizer, device), model, finish)
+        yield training(wrap, size, device)
     finally:
         dist.destroy_process_group()
+
+
+def training(wrap: Callable[[GPT2, str], nn.Module], size: Size, device: str) -> Job:
+    """Train a GPT-2 in the process group of this process."""
+    torch.manual_seed(0)
+    model = wrap(GPT2(size).to(device), device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    return Job(training_step(model, size, optimizer, device), model, finish)
 
 
 @contextmanager

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.ranks import rank_variables
+
 TIMING, BUFFER = "TORCH_NCCL_ENABLE_TIMING", "TORCH_FR_BUFFER_SIZE"
 SIZES = ("0", "2000")
 BLOCKS, CALLS = 20, 100
@@ -64,19 +66,12 @@ def _answers(sizes: tuple[str, ...], ranks: int) -> list[dict[str, tuple[float, 
 
 def _start(turn: Path, size: str, ranks: int) -> list[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "bench.nccl_variables", "--turn", str(turn)]
-    environment = os.environ | {
-        BUFFER: size,
-        TIMING: "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_FIRST_PORT + int(turn.name)),
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "WORLD_SIZE": str(ranks),
-    }
+    environment = os.environ | {BUFFER: size, TIMING: "0"}
+    port = _FIRST_PORT + int(turn.name)
     return [
         subprocess.Popen(
             command,
-            env=environment | {"RANK": str(rank), "NCCL_HOSTID": f"host-{rank}"},
+            env=environment | rank_variables(rank, ranks, port),
             stdout=subprocess.PIPE,
             text=True,
         )
