@@ -33,15 +33,23 @@ def begin_watch(out: str, options: WatchOptions) -> None:
 
 
 def set_nccl_variables(out: str) -> None:
-    """Set the variables of NCCL that the doctor needs. Rank 0 prints which."""
+    """Set the variables of NCCL that the doctor needs. Rank 0 prints which, and whether dumps may
+    be lost."""
     from torchwhere.processes.launcher import launch
     from torchwhere.recorder import nccl_variables
 
     variables = nccl_variables.set_nccl_variables(out)
-    if variables and not launch().rank:
+    if launch().rank:
+        return
+    if variables:
         values = " ".join(f"{name}={value}" for name, value in variables.items())
         print_message(
             f"set {values}, so that the doctor sees what each GPU has reached; --no-env sets none"
+        )
+    if nccl_variables.may_lose_dumps():
+        print_message(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING is 1 (torchrun sets it): NCCL may abort a rank before"
+            " it has written its flight recorder dump. To get all dumps, set it to 3 before the job"
         )
 
 
