@@ -150,7 +150,7 @@ def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What a rank needs to share one GPU with other ranks: NCCL refuses two of one host."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": "0",
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -213,6 +213,7 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
 
 def _text(arguments: argparse.Namespace, answers: dict[str, Any]) -> str:
     unwatched, watched, again = answers["seconds"]
+    marks = "Python only" if answers["marks"] is None else f"{answers['marks']:.0f} marks in a step"
     without = f", without {', '.join(arguments.without)}" if arguments.without else ""
     return "\n".join(
         [
@@ -220,7 +221,7 @@ def _text(arguments: argparse.Namespace, answers: dict[str, Any]) -> str:
                 f"{arguments.ranks} ranks, {arguments.model}, batch {arguments.batch}, "
                 f"sequence {arguments.sequence}, {arguments.device}{without}: "
                 f"{statistics.median(unwatched) * 1e3:.1f} ms per step unwatched, "
-                f"{answers['marks']:.0f} marks in a step, {len(unwatched)} rounds"
+                f"{marks}, {len(unwatched)} rounds"
             ),
             f"  added by torchwhere: {_added(unwatched, watched)}",
             f"  nothing (unwatched, a second time): {_added(unwatched, again)}",
@@ -248,13 +249,16 @@ def _measure(arguments: argparse.Namespace) -> None:
     from bench import data_parallel, rounds
     from bench.contenders import AGAIN, CONTENDERS, TORCHWHERE, UNWATCHED
     from bench.workloads import Workload
-    from torchwhere.native.load import native
+    from torchwhere.native.load import SWITCH, native
 
+    os.environ[SWITCH] = "1"
     torch.set_num_threads(1)
     device = arguments.device
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", 0), timeout=_TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
     size = data_parallel.GPT2_124M if device == "cuda" else data_parallel.TINY
     size = replace(size, batch=arguments.batch, sequence=arguments.sequence)
     workload = Workload(
@@ -275,10 +279,10 @@ def _measure(arguments: argparse.Namespace) -> None:
         if of_contender.error:
             sys.exit(f"{of_contender.contender}: {of_contender.error}")
     extension = native()
-    marks = extension.device_status()["marked"] if extension is not None else 0
+    marked = None if extension is None else int(extension.device_status()["marked"])
     answers = {
         "seconds": [of_contender.seconds for of_contender in times],
-        "marks": int(marks) / (workload.steps + workload.warm_steps),
+        "marks": None if marked is None else marked / (workload.steps + workload.warm_steps),
     }
     print(json.dumps(answers), flush=True)
     dist.destroy_process_group()
