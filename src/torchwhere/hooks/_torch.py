@@ -84,12 +84,6 @@ NAMES = {
         "collectives between its `_start_coalescing` and `_end_coalescing` have one `Work`",
         "the end of collectives that are issued together on a device is unknown",
     ),
-    "unbox_work": Private(
-        "torch._C._distributed_c10d.Work.unbox",
-        "device marks",
-        "the `Work` behind the result of a c10d op",
-        "the end of asynchronous collectives on a device is unknown",
-    ),
     "current_node": Private(
         "torch._C._current_autograd_node",
         "modules",

@@ -73,7 +73,7 @@ class DeviceHook:
         self._has_logged = False
         self.is_on = False
         self._patches = Patches()
-        self._unbox_work = _torch.private("unbox_work")
+        self._unbox_work = getattr(_torch.private("work"), "unbox", None)
         # The function of the extension, without a Python frame in between: this is a hot path.
         self.reach: Callable[[int, int, int, int, int, int, int, bool], None] = _no_mark
         if box.native is not None:
