@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -12,6 +13,7 @@ from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place, line_fields
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.stall import BEAT_S
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.job_calls import JobCalls
@@ -75,8 +77,18 @@ class Context:
         return self.exits.status(rank)
 
     def title(self, key: StreamKey) -> str:
-        """How a verdict names the group of a stream."""
-        return self.job_calls.group(key).title
+        """How a verdict names the group of a stream. In dumps, all groups of a kind may have the
+        same description."""
+        group = self.job_calls.group(key)
+        if self.run.noun != "dump" or self._titles[group.title] < 2:
+            return group.title
+        return f"{group.title} ({group.name}: {ranks_phrase(group.ranks)})"
+
+    @cached_property
+    def _titles(self) -> Counter[str]:
+        """How many groups have the same title."""
+        keys = {key.group: key for calls in self.by_rank.values() for key in calls.counts}
+        return Counter(self.job_calls.group(key).title for key in keys.values())
 
     def issued(self, call: CallRef | Wait) -> Event | None:
         """The call that a rank issued, or waits in; None if the ring has lost it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,11 +32,7 @@ class CallRef(NamedTuple):
         call = job_calls.by_rank[self.rank].issued(self.key, self.number)
         group = job_calls.group(self.key)
         fields = shown_fields(call.fields) if call is not None else {"number": self.number}
-        is_small = len(group.ranks) <= _MOST_RANKS_SHOWN
-        return fields | {
-            "group": group.title,
-            "group_ranks": list(group.ranks) if is_small else len(group.ranks),
-        }
+        return fields | {"group": group.title, "group_ranks": shown_ranks(group.ranks)}
 
     def previous_to_dict(self, job_calls: JobCalls) -> dict[str, Any] | None:
         """The collective before it, with its place, for JSON; None if it is unknown."""
@@ -48,6 +45,11 @@ class CallRef(NamedTuple):
             values["pass"] = None
         names = ("step", "pass", "module", "line", "framework_line")
         return previous.to_dict(job_calls) | {name: values[name] for name in names}
+
+
+def shown_ranks(ranks: Sequence[int]) -> list[int] | int:
+    """The ranks of a group for JSON; of a large one, their number."""
+    return list(ranks) if len(ranks) <= _MOST_RANKS_SHOWN else len(ranks)
 
 
 def shown_fields(fields: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class Mismatch:
     def is_certain(self) -> bool:
         return len(self.cohorts) < 2 or len(self.cohorts[0]) > len(self.cohorts[1])
 
+    @property
+    def is_tie(self) -> bool:
+        """Whether nothing shows which cohort is wrong."""
+        return not self.is_certain and not self.deviated
+
 
 def mismatches(job_calls: JobCalls) -> list[Mismatch]:
     """The first difference of each stream."""

@@ -10,7 +10,7 @@ from torchwhere.diagnose.doctor.deadlocks import Blame
 from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
 from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.diagnose.doctor.waits import Wait
-from torchwhere.render.verdict_text.phrases import call_text, op_text, subject_text
+from torchwhere.render.verdict_text.phrases import call_text, op_text, records_text, subject_text
 
 _MOST_LINKS = 16  # waits that are printed
 _MOST_DEVIATIONS = 4
@@ -29,7 +29,7 @@ def blame_text(context: Context, blame: Blame, *, ranks: int) -> list[str]:
     """The culprits among `ranks` ranks that wait for each other, and why."""
     if blame.deviations:
         return _deviations_text(context, blame)
-    return [_culprits_text(blame, ranks), "Look at: the order of the calls above."]
+    return [_culprits_text(context, blame, ranks), "Look at: the order of the calls above."]
 
 
 def _link_text(context: Context, wait: Wait) -> str:
@@ -56,11 +56,11 @@ def _deviations_text(context: Context, blame: Blame) -> list[str]:
     return lines
 
 
-def _culprits_text(blame: Blame, count: int) -> str:
+def _culprits_text(context: Context, blame: Blame, count: int) -> str:
     if not 0 < len(blame.culprits) < count:
         return (
             "One of them skipped a call, issued one too many, or issued them in a different order:"
-            " the boxes do not show which one."
+            f" the {records_text(context)} do not show which one."
         )
     why = "fewer ranks wait there than elsewhere"
     if blame.have_stayed:

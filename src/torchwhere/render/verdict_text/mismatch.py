@@ -12,6 +12,7 @@ from torchwhere.diagnose.doctor.rules.mismatch import Cohort, DifferentCalls
 from torchwhere.render.verdict_text.phrases import (
     agree,
     call_text,
+    records_text,
     step_text,
     subject_text,
     survived_text,
@@ -32,7 +33,7 @@ def different_calls_text(cause: DifferentCalls, context: Context) -> list[str]:
         *_consequences(cause),
         *_blocked_text(cause, context),
         *_threads_text(cause),
-        *_tie_text(cause),
+        *_tie_text(cause, context),
         *survived_text(cause.survived),
         *_branch_text(cause),
     ]
@@ -110,14 +111,15 @@ def _threads_text(cause: DifferentCalls) -> list[str]:
     ]
 
 
-def _tie_text(cause: DifferentCalls) -> list[str]:
+def _tie_text(cause: DifferentCalls, context: Context) -> list[str]:
     """How the culprits were chosen, if the largest cohort is not unique."""
     mismatch = cause.mismatch
     if mismatch.is_certain:
         return []
     deviated = mismatch.deviated
     if not deviated:
-        return ["The cohorts have the same size: the boxes do not show which one is wrong."]
+        records = records_text(context)
+        return [f"The cohorts have the same size: the {records} do not show which one is wrong."]
     they, own = agree(deviated, "it", "they"), agree(deviated, "its own", "their own")
     reason = f"deviated from {own} earlier calls."
     if mismatch.has_new_op:
@@ -133,7 +135,7 @@ def _tie_text(cause: DifferentCalls) -> list[str]:
 def _branch_text(cause: DifferentCalls) -> list[str]:
     """The last call that the culprit shares with the others: the branch comes after it."""
     before, call = cause.last_common, cause.call
-    if before is None or call is None or not before.place.line:
+    if before is None or call is None or not before.place.line or not cause.names_culprits:
         return []
     line = before.place.full_line
     is_one_line = call.place.full_line in (line, "")

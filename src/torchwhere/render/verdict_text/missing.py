@@ -13,6 +13,7 @@ from torchwhere.diagnose.doctor.rules.missing import MissingRanks
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait
 from torchwhere.render.verdict_text.phrases import (
+    after_comma,
     agree,
     common_place_text,
     in_place,
@@ -48,7 +49,7 @@ def waiting_text(context: Context, wait: Wait) -> str:
         with_data = [rank for rank in members if rank in context.by_rank]
         together = [rank for rank in with_data if rank not in wait.missing]
     where = common_place_text(context, together, noun="different places")
-    return f"  waiting: {ranks_phrase(together)}, {where}"
+    return f"  waiting: {ranks_phrase(together)}{after_comma(where)}"
 
 
 def _inside_text(cause: MissingRanks, context: Context) -> list[str]:
@@ -111,6 +112,8 @@ def _elsewhere_text(context: Context, rank: int) -> str:
     place = context.place(rank)
     if not job_calls.has_data(rank):
         return f"rank {rank} was last seen {in_place(place)}; its later calls are unknown"
+    if place.certainty is Certainty.UNKNOWN and not after_comma(in_place(place)):
+        return f"the {noun} of rank {rank} does not show where it is"
     if place.certainty is Certainty.UNKNOWN:
         return (
             f"rank {rank} was last seen {in_place(place)}; its {noun} does not show where it is now"

@@ -43,6 +43,14 @@ def more_text(subjects: Sized, most: int) -> list[str]:
     return [f"  and {len(subjects) - most} more"] if len(subjects) > most else []
 
 
+_UNKNOWN_PLACE = "an unknown place"
+
+
+def after_comma(place: str) -> str:
+    """A place at the end of a clause: `, in forward of layers.0`; empty if it is unknown."""
+    return f", {place}" if place.removeprefix("at ") != _UNKNOWN_PLACE else ""
+
+
 def place_text(place: Place) -> str:
     """A place without its rank: `forward of layers.0, train.py:7, step 15`."""
     parts = []
@@ -56,7 +64,7 @@ def place_text(place: Place) -> str:
         parts.append(place.full_line)
     if place.step is not None:
         parts.append(f"step {place.step}")
-    return ", ".join(parts) or "an unknown place"
+    return ", ".join(parts) or _UNKNOWN_PLACE
 
 
 def in_place(place: Place) -> str:
@@ -72,7 +80,7 @@ def call_text(call: Event) -> str:
     place = call.place
     if call.fields.get("replayed") and place.line:
         place = replace(place, line=f"captured at {place.line}")
-    return f"{op_text(call)}, {place_text(place)}"
+    return f"{op_text(call)}{after_comma(place_text(place))}"
 
 
 def op_text(call: Event | None) -> str:
@@ -101,6 +109,11 @@ def step_text(call: Event) -> str:
 def numbered_call_text(context: Context, call: CallRef | Wait) -> str:
     """`all_reduce of float32 [4, 8], #5 of group "default"`."""
     return f'{op_text(context.issued(call))}, #{call.number} of group "{context.title(call.key)}"'
+
+
+def records_text(context: Context) -> str:
+    """What the verdict was read from."""
+    return "dumps" if context.run.noun == "dump" else "boxes"
 
 
 def survived_text(error: Event | None) -> list[str]:

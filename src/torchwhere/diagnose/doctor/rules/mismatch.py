@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchwhere.core.events import Event
@@ -61,6 +61,7 @@ class DifferentCalls(Cause):
     last_common: Event | None
     call: Event | None
     blocked: tuple[int, ...]  # ranks that are blocked now
+    names_culprits: bool = True
 
 
 def find_mismatch(context: Context) -> Finding | None:
@@ -79,10 +80,13 @@ def find_mismatch(context: Context) -> Finding | None:
     blocked_s = blocked_ranks(context)
     are_all_blocked = len(blocked_s) == len(job_calls.by_rank) and context.timing.is_live
     cause = _cause(job_calls, first, tuple(sorted(blocked_s)))
+    # dumps of two ranks are often those of a larger job: one of the two is not to blame
+    if first.is_tie and context.run.noun == "dump":
+        cause = replace(cause, names_culprits=False)
     return Finding(
         VerdictKind.MISMATCH,
         cause,
-        culprits=first.culprits,
+        culprits=first.culprits if cause.names_culprits else (),
         call=CallRef(first.key, first.number, first.cohorts[0][0]),
         certainty=exact_if(is_exact),
         stalled_s=min(blocked_s.values(), default=None) if are_all_blocked else None,
