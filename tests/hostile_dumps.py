@@ -155,7 +155,7 @@ CROOKED = {
     ),
     "entries by name": (
         pickle.dumps({"version": "2.10", "entries": {}}, protocol=2),
-        "its entries are not a list",
+        "its entries are a dict, not a list",
     ),
 }
 HOSTILE = {**EXECUTES, **GREEDY, **CROOKED}

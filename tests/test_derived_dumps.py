@@ -338,3 +338,216 @@ def test_malformed_status(dumps: Path, tmp_path: Path, value: object) -> None:
     }
     ranks[VICTIM]["pg_config"]["x" * 5000] = {"ranks": "[1]"}
     assert conclusion(diagnosed(tmp_path, ranks)) == TOGETHER
+
+
+# -- devices that failed, and dumps of different moments -------------------------------------------
+
+
+def with_completed(dump: Dump, number: int) -> Dump:
+    """The dump as it is if the watchdog saw all calls up to a sequence number complete."""
+    dump = copy.deepcopy(dump)
+    for entry in dump["entries"]:
+        if entry["collective_seq_id"] <= number:
+            entry |= {"state": "completed", "retired": True}
+    dump["pg_status"]["0"]["last_completed_collective"] = number
+    return dump
+
+
+def failed_device(
+    folder: Path, rank: int, *, completed: int, issued: int | None = None
+) -> dict[int, Dump]:
+    """Dumps in which all ranks but one have completed more; `issued`: the last call of that one."""
+    ranks = {other: with_completed(dump, completed) for other, dump in read(folder).items()}
+    ranks[rank] = read(folder)[rank]
+    if issued is not None:
+        dump = ranks[rank]
+        dump["pg_status"]["0"]["last_enqueued_collective"] = issued
+        dump["entries"] = [
+            entry for entry in dump["entries"] if entry["collective_seq_id"] <= issued
+        ]
+    if folder.name == "active":
+        ranks = {other: only_active(dump) for other, dump in ranks.items()}
+    return ranks
+
+
+@pytest.mark.parametrize("kind", ["all", "active"])
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(
+    ("job", "completed", "issued"),
+    [
+        ("endless_ddp", 23, None),  # rank 2 has completed 22; all have issued 25
+        ("endless_ddp", 23, 23),
+        ("endless_ddp", 25, None),  # the others have nothing pending
+        ("endless_fsdp2", 80, None),  # it has completed 77
+    ],
+)
+def test_failed_device(
+    dumps: Path, tmp_path: Path, kind: str, rank: int, job: str, completed: int, issued: int | None
+) -> None:
+    """The rank is named that has issued what all others have completed, and has not completed
+    it."""
+    ranks = failed_device(dumps / job / kind, rank, completed=completed, issued=issued)
+    verdict = diagnosed(tmp_path, ranks)
+    assert (conclusion(verdict), verdict.certainty) == (("missing", (rank,)), "inferred")
+    assert verdict.facts["on_device"] is True
+    assert verdict.explanation[0].startswith(f"The device of rank {rank} has not completed ")
+
+
+@pytest.mark.parametrize("kind", ["all", "active"])
+def test_failed_device_and_a_rank_without_a_dump(dumps: Path, tmp_path: Path, kind: str) -> None:
+    """In the last call that the others have completed, a rank may wait for one without a dump.
+    It does not wait in an earlier one."""
+    folder = dumps / "endless_ddp" / kind
+    for completed, culprits in ((23, ()), (24, (VICTIM,))):
+        ranks = failed_device(folder, VICTIM, completed=completed)
+        del ranks[0]
+        verdict = diagnosed(tmp_path / str(completed), ranks)
+        assert conclusion(verdict) == ("missing", culprits)
+        assert any("ook at rank 2 first" in line for line in verdict.explanation) != bool(culprits)
+
+
+@pytest.mark.parametrize("kind", ["all", "active"])
+def test_ranks_behind_each_other(dumps: Path, tmp_path: Path, kind: str) -> None:
+    """One rank against one proves nothing, and of two ranks that are behind one may wait for the
+    other. Nothing shows that the job progressed."""
+    folder = dumps / "endless_ddp" / kind
+    ranks = failed_device(folder, VICTIM, completed=23)
+    for name, some in {
+        "pair": {rank: ranks[rank] for rank in (0, VICTIM)},
+        "two": ranks | {3: failed_device(folder, 3, completed=23)[3]},
+    }.items():
+        verdict = diagnosed(tmp_path / name, some)
+        assert (conclusion(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
+        suspects = "rank 2" if name == "pair" else "ranks 2-3"
+        assert any(f"Look at {suspects} first" in line for line in verdict.explanation)
+
+
+@pytest.mark.parametrize("kind", ["all", "active"])
+def test_an_old_dump(dumps: Path, tmp_path: Path, kind: str) -> None:
+    """If a rank has not issued what the others have completed, its dump is older. That the others
+    wait now may be because of it, and is not progress."""
+    folder = dumps / "endless_ddp" / kind
+    ranks = failed_device(folder, VICTIM, completed=24, issued=23)
+    verdict = diagnosed(tmp_path, ranks)
+    assert (conclusion(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
+    assert any("the dump of rank 2 is older" in line for line in verdict.explanation)
+    assert any("Look at rank 2 first" in line for line in verdict.explanation)
+
+
+@pytest.mark.parametrize("kind", ["all", "active"])
+def test_an_old_dump_of_a_job_that_waits_for_nothing(
+    dumps: Path, tmp_path: Path, kind: str
+) -> None:
+    """If the others have completed everything, an older dump with a pending call is no hang."""
+    ranks = failed_device(dumps / "endless_ddp" / kind, VICTIM, completed=25, issued=24)
+    verdict = diagnosed(tmp_path, ranks)
+    assert conclusion(verdict) == HEALTHY
+    assert verdict.explanation[0].startswith("The job progressed while the dumps were written")
+
+
+def test_progress_of_a_status_lags(dumps: Path, tmp_path: Path) -> None:
+    """The status of a rank is behind its device: without a pending call, it has not failed."""
+    ranks = read(dumps / "slow_ddp" / "active")
+    assert all(dump["entries"] == [] for dump in ranks.values())
+    for rank, dump in ranks.items():
+        if rank != VICTIM:
+            dump["pg_status"]["0"]["last_completed_collective"] = 58
+    assert conclusion(diagnosed(tmp_path, ranks)) == HEALTHY
+
+
+@pytest.mark.parametrize("aborted", [(0,), (1, 3), (0, 1, 2)])
+@pytest.mark.parametrize("kind", ["all", "active"])
+@pytest.mark.parametrize("job", ["endless_ddp", "endless_fsdp2", "stuck_cpu"])
+def test_aborted_communicators(
+    dumps: Path, tmp_path: Path, job: str, kind: str, aborted: tuple[int, ...]
+) -> None:
+    """If a communicator is aborted before the dump is written, its calls seem complete: they are
+    not, as long as another rank has one of them pending."""
+    ranks = read(dumps / job / kind)
+    for rank in aborted:
+        for entry in ranks[rank]["entries"]:
+            entry["state"] = "completed"  # and not retired, if it was pending
+        if kind == "active":
+            ranks[rank]["entries"] = []
+    verdict = diagnosed(tmp_path, ranks)
+    assert verdict.kind in ("missing", "together")
+    assert verdict.culprits == (() if job != "stuck_cpu" else (VICTIM,))
+
+
+def test_a_device_that_no_rank_waits_for(dumps: Path, tmp_path: Path) -> None:
+    """With timing, a call that no device has reached is pending, although no rank is in a call."""
+    ranks = {
+        rank: with_timing(dump, has_reached=False)
+        for rank, dump in read(dumps / "endless_ddp" / "active").items()
+    }
+    verdict = diagnosed(tmp_path, ranks)
+    assert (conclusion(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
+    assert "no device has reached it" in verdict.explanation[0]
+
+
+def test_failed_device_in_one_of_two_groups(dumps: Path, tmp_path: Path) -> None:
+    """A device that failed in one group is named, although all ranks wait in another one."""
+    folder = dumps / "endless_ddp" / "active"
+    ranks = failed_device(folder, VICTIM, completed=25)
+    for rank, dump in ranks.items():
+        status, template = dump["pg_status"]["0"], read(folder)[rank]["entries"][0]
+        dump["pg_config"]["1"] = dump["pg_config"]["0"] | {"name": "1", "desc": "dp"}
+        dump["pg_status"]["1"] = dict.fromkeys(status, -1) | {
+            "last_enqueued_collective": 7,
+            "last_completed_collective": 6,
+        }
+        dump["entries"].append(
+            template
+            | {"record_id": 90, "pg_id": 1, "process_group": ("1", "dp"), "collective_seq_id": 7}
+        )
+    verdict = diagnosed(tmp_path, ranks)
+    assert (conclusion(verdict), verdict.certainty) == (MISSING, "inferred")
+    assert verdict.collective is not None
+    assert verdict.collective["group"] == "default"
+
+
+# -- what a verdict says ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [0, 1, 3])
+def test_a_tie(dumps: Path, tmp_path: Path, other: int) -> None:
+    """If two ranks differ, and nothing shows which one is wrong, no rank is named."""
+    ranks = read(dumps / "extra" / "active")
+    verdict = diagnosed(tmp_path, {rank: ranks[rank] for rank in (other, VICTIM)})
+    assert conclusion(verdict) == ("mismatch", ())
+    assert (
+        "The cohorts have the same size: the dumps do not show which one is wrong."
+        in verdict.explanation
+    )
+    assert not any(line.startswith("Likely cause") for line in verdict.explanation)
+
+
+def test_blocked_ranks(dumps: Path) -> None:
+    """Only ranks with a pending call are blocked after a mismatch."""
+    lines = consult_dumps(dumps / "wrong_size" / "all").explanation
+    assert "The job continued after it: nothing in the dumps is pending." in lines
+    assert not any("blocked" in line for line in lines)
+    lines = consult_dumps(dumps / "extra" / "all").explanation
+    assert "Now all 4 ranks are blocked, in calls that do not match each other." in lines
+
+
+def test_places(dumps: Path) -> None:
+    """Where no dump has a line, the verdict says nothing about places."""
+    verdict = consult_dumps(dumps / "stuck_cpu" / "active_json")
+    assert "unknown place" not in str(verdict)
+    assert "  waiting: ranks 0-1, 3" in verdict.explanation
+    assert "  the dump of rank 2 does not show where it is" in verdict.explanation
+
+
+def test_groups_with_one_description(dumps: Path, tmp_path: Path) -> None:
+    """If several groups have the same description, the verdict also has the name and the ranks."""
+    ranks = read(dumps / "stuck_cpu" / "active")
+    for dump in ranks.values():
+        config = dump["pg_config"]["0"] | {"desc": "dp"}
+        dump["pg_config"] = {"0": config, "1": config | {"name": "1"}}
+        dump["pg_status"]["1"] = dump["pg_status"]["0"] | {"last_enqueued_collective": 22}
+        for entry in dump["entries"]:
+            entry["process_group"] = ("0", "dp")
+    verdict = diagnosed(tmp_path, ranks)
+    assert conclusion(verdict) == MISSING
+    assert verdict.explanation[0].endswith('#22 of group "dp (0: ranks 0-3)".')

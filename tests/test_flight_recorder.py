@@ -610,7 +610,7 @@ def test_dump_of_nccl(tmp_path: Path) -> None:
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    """Without a dump, or without an entry in any, the error says what was looked for."""
+    """Without a dump, the error says what was looked for."""
     how_to = "Flight recorder dumps are files whose names end in a rank, such as nccl_trace_rank_0"
     with pytest.raises(TorchwhereError, match=rf"^there is no folder {tmp_path}/none\. {how_to}$"):
         consult_dumps(tmp_path / "none")
@@ -621,11 +621,29 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         TorchwhereError, match=r"can be read\. trace_0: refused: neither a pickle nor JSON$"
     ):
         consult_dumps(tmp_path)
-    Recorder(0).write(tmp_path, name="trace_{}")
-    with pytest.raises(
-        TorchwhereError, match=rf"^the dumps in {tmp_path} have no entries\. Is the recorder on"
-    ):
+    (tmp_path / "trace_0").write_text('{"version": "2.10", "entries": null}')
+    with pytest.raises(TorchwhereError, match=r"refused: .*: its entries are null, not a list$"):
         consult_dumps(tmp_path)
+
+
+def test_empty_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dumps without entries and status show nothing. This is a verdict, also as JSON."""
+    for rank in range(WORLD):
+        Recorder(rank).write(tmp_path)
+    assert main(["doctor", "--flight-recorder", str(tmp_path), "--json"]) == 1
+    verdict = json.loads(capsys.readouterr().out)
+    assert (verdict["kind"], verdict["certainty"]) == ("partial", "unknown")
+    lines = verdict["text"].splitlines()
+    assert lines[0] == "NOT KNOWN  4 ranks"
+    assert lines[1].startswith("The dumps have no entries. Is the recorder on (TORCH_FR_BUFFER")
+
+
+def test_one_empty_dump(tmp_path: Path) -> None:
+    """A rank whose dump shows nothing may hang."""
+    recorders = [*four()[:VICTIM], Recorder(VICTIM), *four()[VICTIM + 1 :]]
+    verdict = diagnose_folder(tmp_path, recorders)
+    assert (verdict.kind, verdict.certainty) == ("partial", "unknown")
+    assert verdict.explanation[-1] == "The dump of rank 2 is empty."
 
 
 # -- the command -----------------------------------------------------------------------------------

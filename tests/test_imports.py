@@ -27,6 +27,7 @@ PACKAGES = (
     "diagnose.dump_facts",
     "diagnose.dump_progress",
     "diagnose.call_graph",
+    "diagnose.dump_causes",
     "diagnose.dump_hang",
     "diagnose.groups",
     "diagnose.device_time",

@@ -2,13 +2,16 @@
 
 `nccl_dumps.txz` holds the dumps of the jobs in `nccl_jobs.py`, recorded on an H200 without timing:
 `all` entries, only `active` ones as pickle and as JSON, and what the watchdog wrote after a timeout.
-The fault is always on rank 2. `test_derived_dumps.py` reads dumps derived from these.
+The fault is always on rank 2. `nccl_failures.txz` holds dumps with timing, of jobs that failed.
+`test_derived_dumps.py` reads dumps derived from these.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
+import shutil
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,7 @@ FOLDERS = [
 each_folder = pytest.mark.parametrize(
     ("job", "kind", "expected"), FOLDERS, ids=[f"{job}-{kind}" for job, kind, _ in FOLDERS]
 )
+each_job = pytest.mark.parametrize("job", TABLE)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +140,7 @@ def test_without_a_healthy_rank(
     removed: int,
 ) -> None:
     """If the dump of a healthy rank is missing, no rank that has a dump is blamed for it."""
-    verdict = without(dumps / job / kind, tmp_path, removed, capsys)
+    verdict = without(dumps / job / kind, tmp_path, removed, capsys=capsys)
     culprits = tuple(verdict["culprits"])
     if job in ("endless_ddp", "endless_fsdp2"):  # as if the process of that rank was stopped
         assert (verdict["kind"], culprits) == UNKNOWN
@@ -164,23 +168,90 @@ def test_without_the_culprit(
     kind: str,
     expected: tuple[str, tuple[int, ...]],
 ) -> None:
-    """If the dump of the culprit is missing, no rank that only waits is blamed."""
-    verdict = without(dumps / job / kind, tmp_path, VICTIM, capsys)
+    """If the dump of the culprit is missing, no rank that only waits is blamed, and a job without a
+    hang is not called healthy: the rank may hang."""
+    verdict = without(dumps / job / kind, tmp_path, VICTIM, capsys=capsys)
     assert verdict["culprits"] in ([], [VICTIM])
     is_hang = job not in ("healthy_ddp", "healthy_fsdp2", "slow_ddp", "replay_skipped")
     if is_hang and job != "wrong_size":
         assert verdict["kind"] == "missing"
     else:
-        assert verdict["kind"] == "healthy"
+        assert (verdict["kind"], verdict["certainty"]) == ("partial", "unknown")
+        assert "There is no dump of rank 2: it may hang." in verdict["text"]
+
+
+@pytest.mark.parametrize("kind", ["all", "active", "active_json"])
+@each_job
+def test_few_dumps(
+    dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str, kind: str
+) -> None:
+    """With the dumps of one or two ranks, there is always JSON, no rank that only waits is blamed,
+    and no job is called healthy."""
+    present = [int(path.name.removeprefix("rank_")) for path in (dumps / job / kind).iterdir()]
+    pairs = [*combinations(present, 1), *combinations(present, 2)]
+    for number, left in enumerate(pairs):
+        copied = tmp_path / str(number)
+        copied.mkdir()
+        verdict = without(dumps / job / kind, copied, *set(present).difference(left), capsys=capsys)
+        assert verdict["kind"] != "healthy"
+        assert set(verdict["culprits"]) <= {VICTIM}
 
 
 def without(
-    folder: Path, copied: Path, removed: int, capsys: pytest.CaptureFixture[str]
+    folder: Path, copied: Path, *removed: int, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, Any]:
-    """The JSON of the command on a folder without the dump of a rank."""
+    """The JSON of the command on a folder without the dumps of some ranks."""
     for path in folder.iterdir():
-        if path.name != f"rank_{removed}":
+        if path.name not in {f"rank_{rank}" for rank in removed}:
             (copied / path.name).write_bytes(path.read_bytes())
     main(["doctor", "--flight-recorder", str(copied), "--json"])
     verdict: dict[str, Any] = json.loads(capsys.readouterr().out)
     return verdict
+
+
+# -- dumps of jobs that failed ---------------------------------------------------------------------
+
+# The verdict on the dumps alone. In all but three jobs, rank 2 left none.
+FAILURES = {
+    "device_assert": (MISSING, "inferred"),
+    "exited": (NOT_KNOWN, "unknown"),  # rank 0 left no dump either
+    "illegal_address": (MISSING, "inferred"),
+    "illegal_address_unexplained": (MISSING, "inferred"),
+    "raised": (MISSING, "inferred"),
+    "timeout_cpu": (MISSING, "exact"),
+    "timeout_cpu_torchrun": (MISSING, "exact"),
+    "timeout_device": (MISSING, "exact"),
+}
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dumps of jobs that failed, without their boxes."""
+    runs = unpacked("nccl_failures.txz", tmp_path_factory.mktemp("failures"))
+    folder = tmp_path_factory.mktemp("dumps_of_failures")
+    for path in runs.glob("*/flight_recorder_rank_*"):
+        (folder / path.parent.name).mkdir(exist_ok=True)
+        shutil.copy(path, folder / path.parent.name)
+    return folder
+
+
+def test_failures(failures: Path) -> None:
+    """The dumps of a job that failed name rank 2, or no rank where they cannot tell."""
+    verdicts = {folder.name: consult_dumps(folder) for folder in failures.iterdir()}
+    assert {
+        name: (conclusion(verdict), verdict.certainty) for name, verdict in verdicts.items()
+    } == FAILURES
+
+
+def test_aborted_calls(failures: Path) -> None:
+    """A call that was complete only when the dump was written, and that another rank has not
+    completed, was aborted."""
+    verdict = consult_dumps(failures / "exited")
+    assert verdict.explanation[0] == (
+        'Ranks 1, 3 issued all_reduce of float32 [131584], #20 of group "default", which is not'
+        " complete."
+    )
+    assert verdict.facts["flight_recorder"][0]["ranks"] == [
+        {"ranks": [3], "issued": 22, "started": None, "completed": 19},
+        {"ranks": [1], "issued": 21, "started": 20, "completed": 19},
+    ]

@@ -105,6 +105,14 @@ def test_a_dump_is_missing(runs: Path) -> None:
     assert not any("All devices have started it" in line for line in lines)
 
 
+def test_aborted_calls(runs: Path) -> None:
+    """A call that ended because its communicator was aborted is not complete."""
+    assert (
+        'According to the flight recorder, #22 of group "default" is issued on rank 3; not issued'
+        " on rank 1."
+    ) in verdict_of(runs / "exited").explanation
+
+
 # -- with less data --------------------------------------------------------------------------------
 
 

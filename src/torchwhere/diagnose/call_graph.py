@@ -66,7 +66,9 @@ class CallGraph:
 
     def _is_unreached(self, rank: int, meeting: Meeting) -> bool:
         call = self.ranks[rank].first_pending.get(meeting)
-        return call is not None and self.ranks[rank].has_timing and not call.has_started
+        if call is None or (call.ends is None and call.group in self.progress.outdated[rank]):
+            return False
+        return self.ranks[rank].has_timing and not call.has_started
 
     @cached_property
     def later(self) -> dict[Meeting, tuple[int, ...]]:

@@ -26,6 +26,11 @@ class DumpsAgree(DumpFact):
 
 
 @dataclass(frozen=True, slots=True)
+class JobContinued(DumpFact):
+    """The calls in which ranks differ are complete, and all later ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompletedCalls(DumpFact):
     """The last completed call of a group, with the ranks that completed it; -1: none."""
 

@@ -5,9 +5,10 @@ has not completed. Evidence counts in this order:
 
 1. A rank has not issued a call that others wait in, and is in no call itself.
 2. With timing, a device has not reached a call that others have started.
-3. Ranks issued calls of different groups in different orders.
-4. Other sends complete before their receive, and this one does not.
-5. One rank has no dump, and several others wait in calls with it.
+3. One device has not completed a call that all others have completed.
+4. Ranks issued calls of different groups in different orders.
+5. Other sends complete before their receive, and this one does not.
+6. One rank has no dump, and several others wait in calls with it.
 
 Without any of these, all ranks of a call have issued it and none has completed it. Then it is
 unknown which device or link is the cause, and no rank is named.
@@ -15,6 +16,7 @@ unknown which device or link is the cause, and no rank is named.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,82 +27,28 @@ from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
 from torchwhere.diagnose.doctor.rules.deadlock import find_deadlock
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
+from torchwhere.diagnose.doctor.rules.no_fault import PartlyWatched
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 from torchwhere.diagnose.doctor.waits import Wait, awaited
+from torchwhere.diagnose.dump_causes import (
+    BehindRanks,
+    DifferentOrder,
+    IncompleteCall,
+    MissingMessage,
+    NothingPending,
+    OrderCohort,
+    ProgressedMeanwhile,
+    ReferredCall,
+    UnreachedByAll,
+    UnreachedCall,
+)
 from torchwhere.diagnose.dump_progress import (
     JobProgress,
     Meeting,
     MessageCount,
     MessageStream,
+    PendingCall,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReferredCall:
-    """A pending call, with a reference to its record."""
-
-    reference: CallRef
-    ends: tuple[int, int] | None  # of a message: source and destination
-
-
-@dataclass(frozen=True, slots=True)
-class NothingPending(Cause):
-    """Nothing in the dumps is pending."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressedMeanwhile(Cause):
-    """Some dumps are older than others: the job progressed while they were written."""
-
-    outdated: Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class MissingMessage(Cause):
-    """A rank that has not issued its end of a message, or may not have."""
-
-    rank: int
-    has_dump: bool
-    call: ReferredCall
-
-
-@dataclass(frozen=True, slots=True)
-class UnreachedCall(Cause):
-    """Devices that have not reached a call that their CPU has issued."""
-
-    ranks: Ranks
-    call: ReferredCall
-    waiting: Ranks
-    buffered: tuple[MessageStream, int] | None = None  # sends that completed before their receive
-
-
-@dataclass(frozen=True, slots=True)
-class IncompleteCall(Cause):
-    """A call that its ranks have issued and not completed: the cause may be any of them."""
-
-    ranks: Ranks  # in it
-    call: ReferredCall
-    went_on: Ranks  # have completed it
-    unknown: Ranks  # whether they have issued it is unknown, although they have a dump
-    absent: Ranks  # without a dump
-    waiting: Ranks  # in other calls, for these ranks
-    has_timing: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OrderCohort:
-    """Ranks that wait in the same call."""
-
-    ranks: Ranks
-    call: ReferredCall
-
-
-@dataclass(frozen=True, slots=True)
-class DifferentOrder(Cause):
-    """Ranks that issued the calls of several groups in different orders."""
-
-    cohorts: tuple[OrderCohort, ...]  # the largest first
-    shift: int  # how many calls fewer of the first group the second cohort has issued
 
 
 def find_dump_hang(context: Context, progress: JobProgress) -> tuple[Context, Finding]:
@@ -109,6 +57,19 @@ def find_dump_hang(context: Context, progress: JobProgress) -> tuple[Context, Fi
     context = replace(context, waits=search.waits)
     deadlock = find_deadlock(context) if search.lacks_calls() else None
     return context, search.missing() or deadlock or search.on_devices()
+
+
+def no_hang(cause: Cause, unwatched: Collection[int]) -> Finding:
+    """The finding on dumps that show no hang: a rank without a dump may hang."""
+    if not unwatched:
+        return Finding(VerdictKind.HEALTHY, cause, certainty=Certainty.INFERRED)
+    ranks = tuple(sorted(unwatched))
+    return Finding(
+        VerdictKind.PARTIAL,
+        PartlyWatched(cause, ranks),
+        certainty=Certainty.UNKNOWN,
+        facts={"unwatched": list(ranks)},
+    )
 
 
 @dataclass(frozen=True)
@@ -137,8 +98,9 @@ class _HangSearch:
             for rank, call in self.graph.places.items()
         }
 
-    def _reference(self, rank: int) -> CallRef:
-        call, job_calls = self.graph.places[rank], self.context.job_calls
+    def _reference(self, rank: int, call: PendingCall | None = None) -> CallRef:
+        """A reference to a call of a rank; by default, the call that it is in."""
+        call, job_calls = call or self.graph.places[rank], self.context.job_calls
         rank_calls = job_calls.by_rank[rank]
         loaded = rank_calls.call_of_record(call.record)
         if loaded is not None:
@@ -201,18 +163,65 @@ class _HangSearch:
     # -- all have issued it ------------------------------------------------------------------------
 
     def on_devices(self) -> Finding:
-        if not self.graph.places:
-            return Finding(VerdictKind.HEALTHY, NothingPending(), certainty=Certainty.INFERRED)
+        group = self.progress.group_of_failed_device()
+        if group is not None:
+            return self._behind(group, is_clear=True)
         roots = sorted(self.graph.roots(), key=self._issued_ns)
         current = [root for root in roots if not self._outdated(root)]
         if not current:
-            outdated = {rank for root in roots for rank in self._outdated(root)}
-            cause = ProgressedMeanwhile(tuple(sorted(outdated)))
-            return Finding(VerdictKind.HEALTHY, cause, certainty=Certainty.INFERRED)
+            return self._not_current(roots)
         if len(current[0]) > 1:
             return self._different_order(current[0])
         meeting = current[0][0]
         return self._stuck_end(meeting) or self._absent(current) or self._incomplete(meeting)
+
+    def _not_current(self, roots: list[Root]) -> Finding:
+        """All pending calls are in groups in which a dump is older than the others, or a device has
+        failed."""
+        progress = self.progress
+        if progress.behind and not progress.has_progressed:
+            return self._behind(min(progress.behind), is_clear=False)
+        if roots and not progress.has_progressed:
+            return self._incomplete(roots[0][0])
+        if self.graph.ranks and not self.graph.places:
+            return self._unreached()
+        cause: Cause = NothingPending()
+        if any(rank_progress.pending for rank_progress in progress.ranks.values()):
+            outdated = [rank for rank, groups in sorted(progress.outdated.items()) if groups]
+            cause = ProgressedMeanwhile(tuple(outdated))
+        return no_hang(cause, progress.unwatched)
+
+    def _unreached(self) -> Finding:
+        """No device has reached a pending call: a long kernel looks like one that does not end."""
+        rank, progress = min(self.graph.ranks.items())
+        call = progress.fronts[0]
+        reference = self._reference(rank, call)
+        ranks = tuple(
+            other
+            for other, own in sorted(self.graph.ranks.items())
+            if call.meeting in own.first_pending
+        )
+        return Finding(
+            VerdictKind.MISSING,
+            UnreachedByAll(ranks, ReferredCall(reference, call.ends)),
+            call=reference,
+            certainty=Certainty.UNKNOWN,
+        )
+
+    def _behind(self, group: str, *, is_clear: bool) -> Finding:
+        ranks = self.progress.behind[group]
+        call = self.progress.first_behind(ranks[0], group)
+        reference, absent = self._reference(ranks[0], call), self.progress.absent(call)
+        completed_by = self.progress.completed_by(call)
+        return Finding(
+            VerdictKind.MISSING,
+            BehindRanks(ranks, ReferredCall(reference, None), completed_by, absent, is_clear),
+            culprits=ranks if is_clear else (),
+            call=reference,
+            certainty=Certainty.INFERRED if is_clear else Certainty.UNKNOWN,
+            facts={"on_device": True} if is_clear else {},
+            blocked=frozenset(self.graph.places),
+        )
 
     def _issued_ns(self, root: Root) -> int:
         ranks = [rank for meeting in root for rank in self.graph.ranks_in[meeting]]
@@ -333,6 +342,8 @@ class _HangSearch:
         )
         if len(ranks) != 1 or len(waiting) < 2 or not have_reached:
             return None
+        if any(self._went_on(root[0]) for root in roots):  # not without the absent rank
+            return None
         wait = self.waits[self.graph.ranks_in[meeting][0]]
         return Finding(
             VerdictKind.MISSING,
@@ -343,16 +354,25 @@ class _HangSearch:
             blocked=frozenset(self.graph.places),
         )
 
+    def _went_on(self, meeting: Meeting) -> Ranks:
+        """The ranks that have completed a call that others are in."""
+        call, ranks = self.graph.call(meeting), self.graph.ranks_in[meeting]
+        absent, unknown = self.progress.absent(call), self.progress.unknown(call)
+        return tuple(
+            sorted(set(self.progress.taking_part(call)).difference(ranks, absent, unknown))
+        )
+
     def _incomplete(self, meeting: Meeting) -> Finding:
         call, ranks = self.graph.call(meeting), tuple(self.graph.ranks_in[meeting])
         absent, unknown = self.progress.absent(call), self.progress.unknown(call)
-        went_on = set(self.progress.taking_part(call)).difference(ranks, absent, unknown)
+        went_on = self._went_on(meeting)
         referred = self._call(meeting)
         cause = IncompleteCall(
             ranks,
             referred,
-            tuple(sorted(went_on)),
+            went_on,
             unknown,
+            tuple(rank for rank in unknown if call.group in self.progress.outdated.get(rank, ())),
             absent,
             tuple(sorted(set(self.graph.places).difference(ranks))),
             all(self.graph.ranks[rank].has_timing for rank in ranks),

@@ -2,7 +2,9 @@
 
 `JobProgress` answers, for a call that is pending on one rank, which of the other ranks have not
 issued it. A group completes its calls in the order of issue, so only its first pending call
-counts. A dump that is older than the others proves nothing about the end: `outdated`.
+counts. A dump that is older than the others proves nothing about the end: `outdated`. A rank that
+has issued what all others have completed, and has not completed it, may have an older dump or a
+device that failed: `behind`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+from torchwhere.core.grouping import grouped
 
 MessageStream = tuple[str, int, int]  # group, source, destination
 # what ranks meet in: a collective by its number, or the messages in one direction
@@ -50,6 +54,7 @@ class RankProgress:
 
     pending: tuple[PendingCall, ...]  # in the order of issue
     issued: Mapping[str, int]  # the number of issued collectives of each group, where known
+    completed: Mapping[str, int]  # the same of those that are complete
     messages: Mapping[MessageStream, MessageCount]
     has_timing: bool
     is_of_gloo: bool  # the CPU itself waits in a call, so a pending call is one that it has reached
@@ -81,6 +86,7 @@ class JobProgress:
     # by group: so many collectives need all ranks and are complete on at least one
     joined: Mapping[str, int]
     incomplete: frozenset[int] = frozenset()  # ranks whose dump was cut while it was written
+    unwatched: frozenset[int] = frozenset()  # ranks without a dump, or with an empty one
 
     @cached_property
     def outdated(self) -> dict[int, frozenset[str]]:
@@ -108,6 +114,76 @@ class JobProgress:
                 ranks[rank] = replace(progress, pending=pending)
         return ranks
 
+    # -- ranks behind the others -------------------------------------------------------------------
+
+    @cached_property
+    def behind(self) -> dict[str, tuple[int, ...]]:
+        """For each group, the ranks that have issued all calls that others have completed, and have
+        not completed one of them. Their device has failed, or their dump is older."""
+        ranks = grouped(
+            (group, rank)
+            for rank, groups in sorted(self.outdated.items())
+            for group in sorted(groups)
+            if self.ranks[rank].issued.get(group, 0) >= self.joined[group]
+        )
+        return {group: tuple(ranks[group]) for group in ranks}
+
+    def first_behind(self, rank: int, group: str) -> PendingCall:
+        """The first pending collective of a rank that is behind in a group."""
+        return next(
+            call for call in self.ranks[rank].fronts if (call.group, call.ends) == (group, None)
+        )
+
+    def group_of_failed_device(self) -> str | None:
+        """A group in which one rank is behind, the only one of the job, and all others agree.
+
+        All others have completed the same calls: if the job progressed while the dumps were
+        written, they would be at different calls. One rank against one proves nothing.
+        """
+        ranks = {rank for behind in self.behind.values() for rank in behind}
+        groups = (group for group in self.behind if self._all_others_agree(group))
+        return next(groups, None) if len(ranks) == 1 else None
+
+    def _all_others_agree(self, group: str) -> bool:
+        rank, *_ = self.behind[group]
+        call, joined = self.first_behind(rank, group), self.joined[group]
+        others = [
+            other for other in self.taking_part(call) if other in self.ranks and other != rank
+        ]
+        if len(others) < 2 or any(
+            self.ranks[other].completed.get(group, 0) < joined for other in others
+        ):
+            return False
+        # In the last call that the others have completed, the rank may wait for a rank without a
+        # dump. It does not if its device has not reached that call, or if the others have completed
+        # a later one, which needs all ranks.
+        has_not_reached = self.ranks[rank].has_timing and not call.has_started
+        has_dumps = len(others) + 1 == len(self.taking_part(call))
+        return has_dumps or has_not_reached or self._is_stale(rank, group)
+
+    def _is_stale(self, rank: int, group: str) -> bool:
+        """Whether a rank has progressed after its dump, or after its device failed: others have
+        completed a call that it has not issued, or a later one than its first pending one."""
+        if rank not in self.behind.get(group, ()):
+            return group in self.outdated[rank]
+        return self.first_behind(rank, group).number < self.joined[group] - 1
+
+    @cached_property
+    def has_progressed(self) -> bool:
+        """Whether the job progressed while the dumps were written: in a group, one rank is ahead of
+        all others, and these are at different calls."""
+        return any(map(self._has_progressed, self.joined))
+
+    def _has_progressed(self, group: str) -> bool:
+        completed = {
+            rank: progress.completed[group]
+            for rank, progress in self.ranks.items()
+            if group in progress.completed
+        }
+        newest = [rank for rank in completed if completed[rank] >= self.joined[group]]
+        stale = {completed[rank] for rank in completed if self._is_stale(rank, group)}
+        return len(newest) == 1 and len(stale) > 1
+
     # -- one call ----------------------------------------------------------------------------------
 
     def taking_part(self, call: PendingCall) -> tuple[int, ...]:
@@ -117,6 +193,14 @@ class JobProgress:
         """The ranks of a call that have no dump."""
         with_dump = self.ranks.keys() | self.incomplete
         return tuple(rank for rank in self.taking_part(call) if rank not in with_dump)
+
+    def completed_by(self, call: PendingCall) -> tuple[int, ...]:
+        """The ranks that have completed a collective."""
+        return tuple(
+            rank
+            for rank in self.taking_part(call)
+            if rank in self.ranks and self.ranks[rank].completed.get(call.group, 0) > call.number
+        )
 
     def not_issued(self, call: PendingCall) -> tuple[int, ...]:
         """The ranks of a call whose CPU has not issued it."""

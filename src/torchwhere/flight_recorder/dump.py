@@ -179,7 +179,10 @@ def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>")) -> Dump:
     dump.version = _version(value["version"])
     entries = value.get("entries", [])  # a JSON dump without entries has no such key
     if not isinstance(entries, list):
-        raise RefusedFileError("not a dump of the flight recorder: its entries are not a list")
+        raise RefusedFileError(
+            "not a dump of the flight recorder: its entries are"
+            f" {'null' if entries is None else f'a {type(entries).__name__}'}, not a list"
+        )
     dump.groups, dump.status = _groups(value.get("pg_config")), _status(value.get("pg_status"))
     own = value.get("torchwhere")
     dump.own = own if isinstance(own, dict) else None

@@ -34,8 +34,8 @@ from torchwhere.diagnose.dump_facts import (
     OtherDumps,
     WrappedRings,
 )
+from torchwhere.flight_recorder.dump_box import Account, DumpBox
 from torchwhere.flight_recorder.load import read_all
-from torchwhere.flight_recorder.to_boxes import Account, DumpBox
 
 _FILE = re.compile(
     r"(?P<prefix>.*?)(?P<rank>\d{1,7})(?:\.(?:json|pickle|pkl))?", re.IGNORECASE | re.DOTALL
@@ -65,6 +65,11 @@ class Dumps(BoxRun):
     def pending(self) -> list[int]:
         """Ranks with a collective or message that is known to be incomplete."""
         return [rank for rank, box in self.dumps.items() if box.pending]
+
+    @property
+    def unwatched(self) -> list[int]:
+        """Ranks without a dump, or with an empty one."""
+        return sorted([*self.missing, *(r for r, box in self.dumps.items() if box.is_blank)])
 
     @property
     def shows_pending(self) -> bool:
@@ -179,6 +184,7 @@ def _together(
     world = 1 + max([*boxes, *(rank for _, ranks in groups for rank in ranks)])
     for box in boxes.values():
         box.meta["world_size"] = world
+    _doubt_completion(boxes)
     _add_status(boxes)
     facts += _number(boxes, groups)
     facts += _forget_lost_messages(boxes)
@@ -214,6 +220,21 @@ def _all_ranks(boxes: dict[int, DumpBox]) -> tuple[int, ...]:
     absurd."""
     count = max(boxes) + 1
     return tuple(range(count)) if count <= _MOST_ABSENT + 2 * len(boxes) else tuple(boxes)
+
+
+def _doubt_completion(boxes: dict[int, DumpBox]) -> None:
+    """Count completed collectives as pending if no watchdog has confirmed them, and another rank
+    has not completed them."""
+    first: dict[str, dict[int, int]] = defaultdict(dict)  # pending number, by group and rank
+    for rank, box in boxes.items():
+        for call in box.pending:
+            if call.ends is None:
+                first[call.group].setdefault(rank, call.number)
+    for rank, box in boxes.items():
+        for call in box.unconfirmed:
+            numbers = first.get(call.group, {}).items()
+            if any(number <= call.number and other != rank for other, number in numbers):
+                box.doubt(call)
 
 
 def _add_status(boxes: dict[int, DumpBox]) -> None:

@@ -36,7 +36,7 @@ from torchwhere.diagnose.dump_facts import (
     TooManyDumps,
 )
 from torchwhere.flight_recorder.dumps import Dumps, read_files
-from torchwhere.flight_recorder.verdict import completion
+from torchwhere.flight_recorder.verdict import completion, group_of
 
 _STALLED = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
 _ASKED_FOR = (*_STALLED, VerdictKind.MISMATCH)
@@ -167,12 +167,12 @@ def _write(pipe: Path) -> bool:
 def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
     groups, collective = completion(dumps), verdict.collective or {}
     number = collective.get("number")
-    of_verdict = [group for group in groups if group["group"] == collective.get("group")]
+    group = group_of(verdict, groups)
     facts: list[DumpFact] = []
-    if of_verdict and isinstance(number, int):
+    if group is not None and isinstance(number, int):
         members = collective.get("group_ranks")
         size = len(members) if isinstance(members, list) else members
-        facts = _device_facts(of_verdict[0], number, size)
+        facts = _device_facts(group, number, size)
     # Without the notes on what dumps lack: the boxes have that.
     caveats = [str(DumpCaveat(caveat)) for caveat in BoxRun.caveats(dumps)[:4]]
     return replace(
@@ -201,8 +201,8 @@ def _device_facts(group: dict[str, Any], number: int, size: int | None) -> list[
 def _state(reached: dict[str, Any], number: int) -> str:
     if reached["issued"] < number:
         return "not issued"
+    if reached["completed"] is not None and reached["completed"] >= number:
+        return "completed"
     if reached["started"] is None:
         return "issued"
-    if reached["completed"] >= number:
-        return "completed"
     return "started" if reached["started"] >= number else "scheduled"

@@ -17,8 +17,9 @@ from torchwhere.core.worker_pool import (
     run_jobs,
 )
 from torchwhere.flight_recorder.dump import read_dump
+from torchwhere.flight_recorder.dump_box import DumpBox
 from torchwhere.flight_recorder.limits import RefusedFileError
-from torchwhere.flight_recorder.to_boxes import DumpBox, to_box
+from torchwhere.flight_recorder.to_boxes import to_box
 
 File = tuple[int, Path]  # rank and path
 _FEW = 24  # this process reads so many files before a worker has started

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.dump_progress import JobProgress, PendingCall, RankProgress
+from torchwhere.flight_recorder.dump_box import DumpBox
 from torchwhere.flight_recorder.dumps import Dumps
-from torchwhere.flight_recorder.to_boxes import DumpBox
 
 
 def job_progress(run: Dumps) -> JobProgress:
@@ -36,15 +36,20 @@ def job_progress(run: Dumps) -> JobProgress:
         rank: RankProgress(
             pending=pending[rank],
             issued=_issued(box, groups[rank], used),
+            completed={
+                name: box.accounts[name].completed + 1
+                for name in groups[rank]
+                if name in box.accounts
+            },
             messages=box.messages,
-            has_timing=box.has_timing,
+            has_timing=box.has_timing and not box.doubted,
             is_of_gloo=box.is_of_gloo,
             counts_messages=not box.lists_only_active and not box.lost_messages,
         )
         for rank, box in run.dumps.items()
     }
     cut = [box.rank for box in run.unreadable if isinstance(box, DumpBox)]
-    return JobProgress(ranks, members, joined, frozenset(cut))
+    return JobProgress(ranks, members, joined, frozenset(cut), frozenset(run.unwatched))
 
 
 def _members(run: Dumps) -> dict[str, tuple[int, ...]]:

@@ -11,18 +11,18 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from torchwhere.blackbox.box import SIGNATURE_KEYS, Box, Cursor
+from torchwhere.blackbox.box import SIGNATURE_KEYS, Cursor
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, NO_STEP, EntryType
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, stored_line
-from torchwhere.diagnose.dump_progress import MessageCount, MessageStream, PendingCall
+from torchwhere.diagnose.dump_progress import MessageCount, PendingCall
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
+from torchwhere.flight_recorder.dump_box import Account, DumpBox
 from torchwhere.flight_recorder.limits import LARGEST, is_number
 from torchwhere.flight_recorder.own_entries import (
     PASSES,
@@ -36,78 +36,6 @@ from torchwhere.flight_recorder.schema import DTYPE_BYTES
 # Collectives that complete on one rank only after all ranks have issued them. The root of a
 # broadcast may complete before any other rank arrives.
 _OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
-
-
-@dataclass(slots=True)
-class Account:
-    """The progress of one rank in one group, from its dump. Numbers of collectives; -1: none."""
-
-    issued: int = -1
-    started: int = -1
-    completed: int = -1
-    joined: int = -1  # the last completed one that implies that all ranks have issued it
-    has_root: bool = False  # some of its collectives may complete before all ranks have issued them
-
-
-@dataclass(slots=True)
-class DumpBox(Box):
-    """A box made from a dump."""
-
-    dump_counters: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    dump_cursors: list[Cursor] = field(default_factory=list)
-    accounts: dict[str, Account] = field(default_factory=dict)
-    has_lost: bool = False
-    has_states: bool = False  # whether it records completion
-    has_frames: bool = False
-    is_of_gloo: bool = False
-    is_own: bool = False  # written by torchwhere
-    is_cut: bool = False
-    lost_messages: set[str] = field(default_factory=set)  # groups whose first messages are lost
-    lists_only_active: bool = False
-    has_timing: bool = False
-    # by group: enqueued, started, completed; messages count too
-    status: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    has_all_names: bool = False  # of the groups in `status`
-    pending: list[PendingCall] = field(default_factory=list)
-    messages: dict[MessageStream, MessageCount] = field(default_factory=dict)
-    descs: dict[str, str] = field(default_factory=dict)  # of groups
-    group_ids: dict[str, int] = field(default_factory=dict)
-
-    def counters(self) -> dict[tuple[int, int, int], int]:
-        return self.dump_counters
-
-    def cursors(self) -> list[Cursor]:
-        return self.dump_cursors
-
-    def intern(self, entry_type: EntryType, text: str) -> int:
-        entry_id = len(self.names) + 1
-        self.names[entry_id] = int(entry_type), text
-        return entry_id
-
-    def add_group(self, name: str, ranks: tuple[int, ...], **texts: str | None) -> int:
-        """Add a process group; a known one stays as it is."""
-        if name not in self.group_ids:
-            self.group_ids[name] = self.intern(
-                EntryType.GROUP, json.dumps({"name": name, "ranks": ranks, **texts})
-            )
-            self._groups = None
-        return self.group_ids[name]
-
-    def members(self, name: str) -> tuple[int, ...] | None:
-        """The ranks of a group; None if this dump does not have it."""
-        group = self.groups().get(name)
-        return tuple(group["ranks"]) if group is not None else None
-
-    def issued(self, name: str) -> int | None:
-        """How many collectives of a group the rank has issued; None if the dump does not show
-        it."""
-        if name in self.accounts:
-            return self.accounts[name].issued + 1
-        if self.has_lost:
-            return None
-        # a group with a status that has no account has messages
-        is_listed = not self.lists_only_active or (self.has_all_names and name not in self.status)
-        return 0 if is_listed else None
 
 
 def to_box(dump: Dump) -> DumpBox:
@@ -292,9 +220,17 @@ class _Converter:
             size = _bytes(entry.dtype, entry.inputs, entry.outputs)
             count = self.box.messages.get((entry.group, *ends), MessageCount())
             self.box.messages[entry.group, *ends] = count.with_message(state == "completed", size)
+        call = PendingCall(row, entry.group, number, ends, has_started=state != "scheduled")
         if state != "completed":
-            has_started = state == "started"
-            self.box.pending.append(PendingCall(row, entry.group, number, ends, has_started))
+            self.box.pending.append(call)
+        elif self._is_unconfirmed(entry):
+            self.box.unconfirmed.append(call)
+
+    def _is_unconfirmed(self, entry: DumpEntry) -> bool:
+        if entry.is_p2p or entry.is_retired or not _OF_ALL.match(entry.op):
+            return False
+        completed = self.box.status.get(entry.group, (-1, -1, -1))[2]
+        return entry.seq > completed
 
     def _state(self, entry: DumpEntry) -> str:
         """The state of a call, by its last entry.

@@ -13,20 +13,19 @@ from typing import Any
 
 from torchwhere.blackbox.string_table import Group
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.place import Certainty
 from torchwhere.core.worker_pool import Progress
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
-from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, DumpsAgree, UnseenHangs
-from torchwhere.diagnose.dump_hang import find_dump_hang
+from torchwhere.diagnose.doctor.finding import shown_ranks
+from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
+from torchwhere.diagnose.dump_causes import NothingPending
+from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, JobContinued, UnseenHangs
+from torchwhere.diagnose.dump_hang import find_dump_hang, no_hang
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
 from torchwhere.flight_recorder.progress import job_progress
 from torchwhere.render.verdict_text.assemble import verdict_of
 
-_WHY_EMPTY = (
-    "Is the recorder on (TORCH_FR_BUFFER_SIZE, for NCCL before torch 2.9"
-    " TORCH_NCCL_TRACE_BUFFER_SIZE)? gloo records no sends and receives"
-)
+_UNKNOWN = -2  # a number of a call that is not known; -1: none
 
 
 def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) -> Verdict:
@@ -51,8 +50,6 @@ def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) ->
 def diagnose_dumps(run: Dumps) -> Verdict:
     """Diagnose dumps that were just read. Raises `TorchwhereError` if none can be used."""
     folder = run.folder
-    if not any(len(box.records) or box.status for box in run.dumps.values()):
-        raise TorchwhereError(f"the dumps in {folder} have no entries. {_WHY_EMPTY}")
     verdict = _diagnosed(run)
     if run.cut and verdict.kind is not VerdictKind.MISMATCH:
         run = run.without(run.cut)
@@ -62,7 +59,7 @@ def diagnose_dumps(run: Dumps) -> Verdict:
             )
         verdict = _diagnosed(run)
     caveats = run.caveats()
-    if verdict.kind is VerdictKind.HEALTHY:
+    if verdict.kind in NO_FAULT:
         caveats.append(str(UnseenHangs()))
     verdict = replace(verdict, missing_data=tuple(caveats), stalled_s=None)
     return _with_completion(verdict, run)
@@ -82,21 +79,28 @@ def _diagnosed(run: Dumps) -> Verdict:
     # wait in it counts.
     diagnosis = examine(run, now_ns=run.moment_ns, stall_s=0.0)
     if diagnosis.finding.kind is VerdictKind.MISMATCH:
-        return verdict_of(diagnosis)
+        return _mismatch(diagnosis, run)
     if run.shows_pending:
         return verdict_of(Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run))))
-    verdict = verdict_of(diagnosis)
-    if verdict.kind not in (VerdictKind.TOGETHER, VerdictKind.HEALTHY):
+    if diagnosis.finding.kind in (VerdictKind.TOGETHER, *NO_FAULT):
+        # without a pending call, no rank is known to be blocked
+        finding = no_hang(NothingPending(), run.unwatched)
+        diagnosis = replace(diagnosis, finding=finding)
+    return verdict_of(diagnosis)
+
+
+def _mismatch(diagnosis: Diagnosis, run: Dumps) -> Verdict:
+    """The verdict on ranks that differ. Only ranks with a pending call are blocked."""
+    finding, blocked = diagnosis.finding, tuple(run.pending)
+    if not run.shows_pending or not isinstance(finding.cause, DifferentCalls):
+        return verdict_of(diagnosis)
+    cause = replace(finding.cause, blocked=blocked)
+    finding = replace(finding, cause=cause, blocked=frozenset(blocked))
+    context = replace(diagnosis.context, waits={})
+    verdict = verdict_of(Diagnosis(context, finding))
+    if blocked:
         return verdict
-    # without a pending call, no rank is known to be blocked
-    return replace(
-        verdict,
-        kind=VerdictKind.HEALTHY,
-        collective=None,
-        last_common=None,
-        explanation=(str(DumpsAgree(len(run.boxes))),),
-        certainty=Certainty.INFERRED,
-    )
+    return replace(verdict, explanation=(*verdict.explanation, str(JobContinued())))
 
 
 def _title(run: Dumps, rank: int, name: str) -> str:
@@ -115,13 +119,24 @@ def _with_completion(verdict: Verdict, run: Dumps) -> Verdict:
     ]
     if not groups:
         return verdict
-    title = (verdict.collective or {}).get("group")
-    facts = [_completed(group) for group in groups if group["group"] == title]
+    group = group_of(verdict, groups)
+    facts = [_completed(group)] if group is not None else []
     return replace(
         verdict,
-        explanation=(*verdict.explanation, *map(str, facts[:1])),
+        explanation=(*verdict.explanation, *map(str, facts)),
         facts=verdict.facts | {"flight_recorder": groups[:64]},
     )
+
+
+def group_of(verdict: Verdict, groups: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The group of a verdict's collective, among those of `completion`; None if several may be
+    it."""
+    collective = verdict.collective or {}
+    with_title = [group for group in groups if group["group"] == collective.get("group")]
+    ranks = collective.get("group_ranks")
+    with_ranks = [group for group in with_title if group["group_ranks"] == ranks]
+    alike = with_ranks or with_title
+    return alike[0] if len(alike) == 1 else None
 
 
 def completion(run: Dumps) -> list[dict[str, Any]]:
@@ -133,16 +148,20 @@ def completion(run: Dumps) -> list[dict[str, Any]]:
             continue
         for name, account in box.accounts.items():
             key = name, box.members(name) or ()
-            progress = account.issued, account.started, account.completed, box.has_states
+            # an abort also ends calls that the device had not reached
+            has_started = box.has_states and not account.is_doubted
+            started = account.started if has_started else _UNKNOWN
+            progress = account.issued, started, account.completed, box.has_states
             groups.setdefault(key, {}).setdefault(progress, []).append(rank)
     return [
         {
             "group": _title(run, next(iter(by_progress.values()))[0], name),
+            "group_ranks": shown_ranks(members),
             "ranks": [
                 {
                     "ranks": ranks,
                     "issued": issued,
-                    "started": started if has_states else None,
+                    "started": started if started != _UNKNOWN else None,
                     "completed": completed if has_states else None,
                 }
                 for (issued, started, completed, has_states), ranks in sorted(
@@ -150,7 +169,7 @@ def completion(run: Dumps) -> list[dict[str, Any]]:
                 )
             ],
         }
-        for (name, _), by_progress in sorted(groups.items())
+        for (name, members), by_progress in sorted(groups.items())
     ]
 
 

@@ -21,7 +21,7 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import Cause
-from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.diagnose.dump_facts import DumpCaveat
 from torchwhere.diagnose.stack_hang import (
     AllWait,
@@ -199,7 +199,7 @@ def _with_dumps(verdict: Verdict, job: AttachedJob) -> Verdict:
     is_stopped = any(observation.status.is_stopped for observation in job.ranks.values())
     missing_data = (*verdict.missing_data, *of_dumps.missing_data)
     facts = verdict.facts | of_dumps.facts
-    if of_dumps.kind is VerdictKind.HEALTHY or is_stopped:
+    if of_dumps.kind in NO_FAULT or is_stopped:
         return replace(verdict, missing_data=missing_data, facts=facts)
     return replace(
         of_dumps,

@@ -42,6 +42,7 @@ from torchwhere.diagnose.dump_facts import (
     DumpsAgree,
     GlooLimits,
     GroupLost,
+    JobContinued,
     MessagesLost,
     NoStacks,
     OnlyActiveCalls,
@@ -228,6 +229,12 @@ def _differing_call(fact: DifferingCall) -> str:
 # -- dumps -----------------------------------------------------------------------------------------
 
 
+def _dumps_agree(fact: DumpsAgree) -> str:
+    if fact.ranks == 1:
+        return "Nothing in the dump is pending."
+    return f"The dumps of {fact.ranks} ranks agree, and nothing in them is pending."
+
+
 def _completed_calls(fact: CompletedCalls) -> str:
     done = "; ".join(
         _on_ranks(
@@ -310,7 +317,8 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     DiffersByDesign: "differs by design: {fact.fact}",
     LayoutsEqual: "all ranks are laid out alike",
     # dumps
-    DumpsAgree: "The dumps of {fact.ranks:count rank} agree, and nothing in them is pending.",
+    DumpsAgree: _dumps_agree,
+    JobContinued: "The job continued after it: nothing in the dumps is pending.",
     CompletedCalls: _completed_calls,
     DeviceStates: _device_states,
     DevicesBehind: (

@@ -49,12 +49,14 @@ from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.diagnose.doctor.stacks import WAITS_FOR_WORKERS, Hold
 from torchwhere.diagnose.doctor.unknown_devices import partly_marked_devices, unknown_devices
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, RankReport, Verdict, VerdictKind
-from torchwhere.diagnose.dump_hang import (
+from torchwhere.diagnose.dump_causes import (
+    BehindRanks,
     DifferentOrder,
     IncompleteCall,
     MissingMessage,
     NothingPending,
     ProgressedMeanwhile,
+    UnreachedByAll,
     UnreachedCall,
 )
 from torchwhere.diagnose.stack_hang import (
@@ -147,8 +149,10 @@ def _ended_unfinished_text(cause: EndedUnfinished, context: Context) -> list[str
 
 
 def _partly_watched_text(cause: PartlyWatched, context: Context) -> list[str]:
-    watched = no_fault.partly_watched_text(cause, context)
-    return [*watched, *explain(cause.of_watched, context)]
+    of_watched = explain(cause.of_watched, context)
+    if context.run.noun == "dump":
+        return dumps.partly_dumped_text(cause, context, of_watched)
+    return [*no_fault.partly_watched_text(cause, context), *of_watched]
 
 
 def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
@@ -258,6 +262,8 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     ProgressedMeanwhile: dumps.progressed_meanwhile_text,
     MissingMessage: dumps.missing_message_text,
     UnreachedCall: dumps.unreached_call_text,
+    UnreachedByAll: dumps.unreached_by_all_text,
+    BehindRanks: dumps.behind_ranks_text,
     IncompleteCall: dumps.incomplete_call_text,
     DifferentOrder: dumps.different_order_text,
     AwaitedRanks: stacks.awaited_ranks_text,

@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.dump_facts import DumpsAgree
-from torchwhere.diagnose.dump_hang import (
+from torchwhere.diagnose.doctor.rules.no_fault import PartlyWatched
+from torchwhere.diagnose.dump_causes import (
+    BehindRanks,
     DifferentOrder,
     IncompleteCall,
     MissingMessage,
     NothingPending,
     ProgressedMeanwhile,
     ReferredCall,
+    UnreachedByAll,
     UnreachedCall,
 )
+from torchwhere.diagnose.dump_facts import DumpsAgree
 from torchwhere.render.verdict_text.phrases import (
+    after_comma,
     agree,
     all_ranks_text,
     in_place,
@@ -26,6 +30,10 @@ from torchwhere.render.verdict_text.phrases import (
     tensors_text,
 )
 
+_WHY_EMPTY = (
+    "Is the recorder on (TORCH_FR_BUFFER_SIZE, for NCCL before torch 2.9"
+    " TORCH_NCCL_TRACE_BUFFER_SIZE)? gloo records no sends and receives."
+)
 _SET_TIMING = (
     "The dumps do not show which devices have reached it. Set TORCH_NCCL_ENABLE_TIMING=1 before the"
     " job starts: then the next dumps show which device has not reached it."
@@ -34,6 +42,23 @@ _SET_TIMING = (
 
 def nothing_pending_text(cause: NothingPending, context: Context) -> list[str]:
     return [str(DumpsAgree(len(context.run.boxes)))]
+
+
+def partly_dumped_text(cause: PartlyWatched, context: Context, of_dumps: list[str]) -> list[str]:
+    """What the dumps show, and the ranks without data."""
+    missing = [rank for rank in cause.unwatched if rank not in context.run.boxes]
+    blank = [rank for rank in cause.unwatched if rank in context.run.boxes]
+    if len(blank) == len(context.run.boxes):
+        return [f"The dumps have no entries. {_WHY_EMPTY}", *_no_dump_text(missing)]
+    if blank:
+        dumps = agree(blank, "dump", "dumps")
+        of_dumps.append(f"The {dumps} of {ranks_phrase(blank)} {agree(blank, 'is', 'are')} empty.")
+    return [*of_dumps, *_no_dump_text(missing)]
+
+
+def _no_dump_text(ranks: Sequence[int]) -> list[str]:
+    may = agree(ranks, "it may hang", "one of them may hang")
+    return [f"There is no dump of {ranks_phrase(ranks)}: {may}."] if ranks else []
 
 
 def progressed_meanwhile_text(cause: ProgressedMeanwhile, context: Context) -> list[str]:
@@ -95,6 +120,54 @@ def unreached_call_text(cause: UnreachedCall, context: Context) -> list[str]:
     ]
 
 
+def unreached_by_all_text(cause: UnreachedByAll, context: Context) -> list[str]:
+    ranks, call = subject_text(cause.ranks), _call_text(context, cause.call)
+    have, device = agree(cause.ranks, "has", "have"), agree(cause.ranks, "its device", "no device")
+    has_not = agree(cause.ranks, "has not", "has")
+    return [
+        (
+            f"{ranks} {have} issued {call}, and {device} {has_not} reached it. No rank is known to"
+            " wait in a call."
+        ),
+        (
+            f"A long kernel looks the same as one that does not end. Look at"
+            f" {ranks_phrase(cause.ranks)} first, or write the dumps again and compare."
+        ),
+    ]
+
+
+def behind_ranks_text(cause: BehindRanks, context: Context) -> list[str]:
+    ranks, call = ranks_phrase(cause.ranks), _call_text(context, cause.call)
+    others, have = subject_text(cause.completed_by), agree(cause.completed_by, "has", "have")
+    dumps, are = agree(cause.ranks, "dump", "dumps"), agree(cause.ranks, "is", "are")
+    look_at = (
+        "Look at: nvidia-smi and the kernel log (Xid) on the host of"
+        f" {ranks_phrase(cause.ranks[:1])}."
+    )
+    if cause.is_clear:
+        return [
+            f"The device of {ranks} has not completed {call}. {others} {have} completed it.",
+            f"Likely cause: the device of {ranks} failed, or does not progress. {look_at}",
+            (
+                f"If the job still progressed when the dumps were written, the dump of {ranks} may"
+                " only be older than the others."
+            ),
+        ]
+    show = agree(cause.ranks, "shows", "show")
+    lines = [f"The {dumps} of {ranks} {show} {call} as not complete. {others} {have} completed it."]
+    if cause.absent:
+        lines.append(f"  {ranks_phrase(cause.absent)} left no dump")
+    device = agree(cause.ranks, "its device", "one of their devices")
+    return [
+        *lines,
+        (
+            f"The culprit is unknown. Look at {ranks} first: {device} may have failed, or the"
+            f" {dumps} {are} only older than the others. {look_at}"
+        ),
+        "If the job hangs, write all dumps again at the same time.",
+    ]
+
+
 def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
     lines = [_incomplete_text(cause, context)]
     if cause.waiting:
@@ -149,18 +222,30 @@ def _unknown_text(cause: IncompleteCall) -> list[str]:
         they = agree(cause.absent, "it", "they")
         absent = ranks_phrase(cause.absent)
         lines.append(f"  {absent} left no dump: whether {they} reached this call is unknown")
-    if cause.unknown:
-        show = agree(cause.unknown, "shows", "show")
-        dumps = agree(cause.unknown, "dump", "dumps")
+    unknown = [rank for rank in cause.unknown if rank not in cause.older]
+    if unknown:
+        show = agree(unknown, "shows", "show")
+        dumps = agree(unknown, "dump", "dumps")
         lines.append(
-            f"  the {dumps} of {ranks_phrase(cause.unknown)} {show} nothing about this call: it may"
+            f"  the {dumps} of {ranks_phrase(unknown)} {show} nothing about this call: it may"
             " be complete there, or not issued"
+        )
+    if cause.older:
+        dumps, are = agree(cause.older, "dump", "dumps"), agree(cause.older, "is", "are")
+        lines.append(
+            f"  the {dumps} of {ranks_phrase(cause.older)} {are} older than the others, which have"
+            " completed later calls"
         )
     suspects = ranks_phrase(sorted({*cause.ranks, *cause.unknown, *cause.absent}))
     if len(cause.absent) == 1:
         lines.append(
             f"Look at {ranks_phrase(cause.absent)} first: a process that is stopped or dead writes"
             " no dump."
+        )
+    elif cause.older and not cause.absent:
+        lines.append(
+            f"Look at {ranks_phrase(cause.older)} first: a process that is stopped or dead writes"
+            " no new dump."
         )
     return [
         *lines,
@@ -215,10 +300,10 @@ def _waiting_text(context: Context, ranks: Sequence[int]) -> list[str]:
     """The ranks that wait, as far as they have a dump."""
     with_dump = [rank for rank in ranks if rank in context.by_rank]
     places = {in_place(context.place(rank)) for rank in with_dump}
-    if not places:
+    if not with_dump:
         return []
     where = places.pop() if len(places) == 1 else "in different places"
-    return [f"  waiting: {ranks_phrase(with_dump)}, {where}"]
+    return [f"  waiting: {ranks_phrase(with_dump)}{after_comma(where)}"]
 
 
 def _call_text(context: Context, call: ReferredCall) -> str:

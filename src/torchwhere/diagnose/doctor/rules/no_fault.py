@@ -141,7 +141,7 @@ def no_fault(
         if isinstance(cause, Standstill):
             still_s = cause.still_s
             facts |= {"paused": cause.pause.to_dict()} if cause.is_pause else {}
-        if context.no_data and context.run.noun != "dump":
+        if context.no_data:
             unwatched = tuple(sorted(context.no_data))
             kind, shown = VerdictKind.PARTIAL, PartlyWatched(cause, unwatched)
             facts["unwatched"] = list(unwatched)

@@ -1,0 +1,97 @@
+"""The causes of verdicts on dumps. `dump_hang.py` finds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchwhere.core.rank_text import Ranks
+from torchwhere.diagnose.doctor.finding import CallRef, Cause
+from torchwhere.diagnose.dump_progress import MessageStream
+
+
+@dataclass(frozen=True, slots=True)
+class ReferredCall:
+    """A pending call, with a reference to its record."""
+
+    reference: CallRef
+    ends: tuple[int, int] | None  # of a message: source and destination
+
+
+@dataclass(frozen=True, slots=True)
+class NothingPending(Cause):
+    """Nothing in the dumps is pending."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressedMeanwhile(Cause):
+    """Some dumps are older than others: the job progressed while they were written."""
+
+    outdated: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class MissingMessage(Cause):
+    """A rank that has not issued its end of a message, or may not have."""
+
+    rank: int
+    has_dump: bool
+    call: ReferredCall
+
+
+@dataclass(frozen=True, slots=True)
+class UnreachedCall(Cause):
+    """Devices that have not reached a call that their CPU has issued."""
+
+    ranks: Ranks
+    call: ReferredCall
+    waiting: Ranks
+    buffered: tuple[MessageStream, int] | None = None  # sends that completed before their receive
+
+
+@dataclass(frozen=True, slots=True)
+class UnreachedByAll(Cause):
+    """A call that its ranks have issued, and that no device has reached."""
+
+    ranks: Ranks
+    call: ReferredCall
+
+
+@dataclass(frozen=True, slots=True)
+class BehindRanks(Cause):
+    """Ranks that have not completed a call that others have completed."""
+
+    ranks: Ranks
+    call: ReferredCall
+    completed_by: Ranks
+    absent: Ranks  # without a dump
+    is_clear: bool  # whether the device of the rank has failed; else its dump may be older
+
+
+@dataclass(frozen=True, slots=True)
+class IncompleteCall(Cause):
+    """A call that its ranks have issued and not completed: the cause may be any of them."""
+
+    ranks: Ranks  # in it
+    call: ReferredCall
+    went_on: Ranks  # have completed it
+    unknown: Ranks  # whether they have issued it is unknown, although they have a dump
+    older: Ranks  # of these, those with an older dump than the others
+    absent: Ranks  # without a dump
+    waiting: Ranks  # in other calls, for these ranks
+    has_timing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OrderCohort:
+    """Ranks that wait in the same call."""
+
+    ranks: Ranks
+    call: ReferredCall
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentOrder(Cause):
+    """Ranks that issued the calls of several groups in different orders."""
+
+    cohorts: tuple[OrderCohort, ...]  # the largest first
+    shift: int  # how many calls fewer of the first group the second cohort has issued
