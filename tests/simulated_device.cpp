@@ -329,6 +329,14 @@ struct Collectives final : c10d::Backend {
   Result broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return meet(tensors, options.asyncOp);
   }
+  Result allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors&, const c10d::AllgatherOptions& options) override {
+    return meet(outputs, options.asyncOp);
+  }
+  Result barrier(const c10d::BarrierOptions& options) override {
+    Tensors tensors{at::empty(1, c10::Device(TYPE, 0))};
+    return meet(tensors, options.asyncOp);
+  }
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override { is_coalescing = true; }
   // All messages run at the same time, as in NCCL.

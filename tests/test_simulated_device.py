@@ -126,6 +126,7 @@ print("{}")
 WAITS = {
     "work.wait": "dist.all_reduce(x, async_op=True)",
     "wait_tensor": "funcol.all_reduce(x, 'sum', dist.group.WORLD)",
+    "wait_tensor, gathered": "funcol.all_gather_tensor(x, 0, dist.group.WORLD)",
 }
 
 
@@ -253,6 +254,88 @@ print("{}")
         took_s = (done_ns[at[2:]] - waited_ns[at[2:]]) / 1e9
         assert (took_s >= waits_s).all()
         assert waits_s or (took_s < 0.2).all()
+
+
+def test_a_work_that_the_job_drops(tools: Tools, tmp_path: Path) -> None:
+    """A `Work` may be created where another one was, for which the job never waited. A wait for it
+    is not the end of that collective."""
+    tools.run(
+        """
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    for _ in range(8):
+        dist.all_reduce(x, async_op=True).get_future()
+        dist.barrier(async_op=True).wait()
+    settle(part.device_status()["marked"])
+print("{}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    assert not device_waits(box)[0].any()
+    assert not device_times(box)[1].any()
+
+
+def test_collectives_of_a_coalescing_manager(tools: Tools, tmp_path: Path) -> None:
+    """Collectives in a `_coalescing_manager` are launched when it ends, so they are not done before
+    that. A manager that cannot begin changes nothing for later collectives."""
+    tools.run(
+        """
+from torch.distributed.distributed_c10d import _coalescing_manager
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    try:
+        dist.group.WORLD._start_coalescing(torch.device("cpu"))
+    except RuntimeError:
+        pass
+    dist.all_reduce(x, async_op=True).wait()
+    with _coalescing_manager(dist.group.WORLD, torch.device("simulated")):
+        dist.group.WORLD.allreduce([x]).wait()
+        sim.kernel(0.3)
+    sim.synchronize()
+    settle(part.device_status()["marked"])
+print("{}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    at = np.flatnonzero(box.records["kind"] == int(Kind.COLLECTIVE))
+    (reached_ns, done_ns), (waited_ns, _) = device_times(box), device_waits(box)
+    assert waited_ns[at[0]] > 0
+    assert (done_ns[at] > 0).all()
+    assert (done_ns[at[1]] - reached_ns[at[1]]) / 1e9 > 0.25
+
+
+def test_a_thread_that_only_waits(tools: Tools, tmp_path: Path) -> None:
+    """A watch may end while another thread waits for tensors: no wait fails."""
+    errors, waits = tools.run(
+        """
+import threading
+join_group(sim, folder)
+x, errors, waits = buffer(), [], 0
+def wait():
+    global waits
+    while not is_over.is_set():
+        try:
+            torch.ops._c10d_functional.wait_tensor(x)
+            waits += 1
+        except RuntimeError as error:
+            errors.append(str(error))
+is_over, thread = threading.Event(), threading.Thread(target=wait)
+thread.start()
+for number in range(40):
+    with torchwhere.watch(out=folder / f"run{number}"):
+        dist.all_reduce(x)
+is_over.set()
+thread.join()
+print(json.dumps([errors, waits]))
+""",
+        tmp_path,
+    )
+    assert not errors
+    assert waits > 1000
 
 
 def test_compiled_functional_collectives(tools: Tools, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks import python_stack as stack
 from torchwhere.hooks.ddp import Bucket, Reducers
+from torchwhere.hooks.device import AT_LAUNCH, AT_WAIT, UNMARKED, DeviceHook
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.groups import WHOLE_GROUP, StreamCounter, WatchedGroup, WatchedGroups
 from torchwhere.hooks.kernels import ALL_REDUCE, Kernels, NativeAllReduce, below_backend_select
@@ -31,6 +32,7 @@ ENGINE_CALL = "_engine_run_backward"
 # functions of a dispatch mode: of the op, of the mode, of the wrapper that disables dynamo
 _DISPATCH_MODE_FRAMES = ("__call__", "__torch_dispatch__", "inner", "_fn")
 _MOST_SIGNATURES = 4096  # per group: a job whose shapes never repeat would fill the table
+_MOST_TENSORS = 64  # of one collective: the job may wait for any of them
 _MOST_SPLITS = 1024  # fewer: the split sizes of an all_to_all repeat even less
 
 
@@ -45,7 +47,7 @@ class CollectiveCall(NamedTuple):
     stack: stack.Stack
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
     device_index: int  # -1: on the CPU
-    is_on_current_stream: bool = False  # on a device: later work on the stream waits for it
+    end: int = AT_WAIT  # where a mark on its device shows its end
 
 
 class CollectiveHook:
@@ -56,17 +58,19 @@ class CollectiveHook:
         box: BoxWriter,
         groups: WatchedGroups,
         reducers: Reducers,
+        device: DeviceHook,
         *,
-        on_call: Callable[[CollectiveCall], bool],
-        on_bucket: Callable[[Bucket], bool],
-        on_launched: Callable[[Any], None],
+        on_call: Callable[[CollectiveCall], None],
+        on_bucket: Callable[[Bucket], None],
     ) -> None:
         self._box = box
         self._groups = groups
         self._bucket_of = reducers.bucket
         self._on_call = on_call
         self._on_bucket = on_bucket
-        self.on_launched = on_launched
+        self._device = device
+        self._device_errors = ErrorLimiter("launched collectives", self._ignore_launches)
+        self.reports_launches = False
         self._turns = reducers.turns
         self._native_all_reduce: NativeAllReduce | None = None
         self._kernels: CollectiveKernels | None = None
@@ -83,6 +87,7 @@ class CollectiveHook:
         self._kernels = _kernels(
             native=None if self._native_all_reduce is None else self._native_all_reduce.native
         )
+        self.reports_launches = self._device.is_on
         self._kernels.report_to(self)
         return lacking
 
@@ -94,7 +99,7 @@ class CollectiveHook:
         op = next(op for op in all_ops() if op.raw == ALL_REDUCE)
         try:
             native_all_reduce = NativeAllReduce(self._box, turns=self._turns)
-            native_all_reduce.install(partial(self.issue, op), self.on_launched, self.errors)
+            native_all_reduce.install(self, op)
         except Exception as error:
             log.warning(
                 "torchwhere: the native extension cannot record all-reduces, Python code records"
@@ -131,9 +136,20 @@ class CollectiveHook:
             self._kernels = None
 
     @_torch.unseen
-    def issue(self, op: Op, args: tuple[Any, ...]) -> bool:
-        """Record a collective before it is launched. Returns whether to call `on_launched` after
-        that, with what the op returned.
+    def launched(self, op: Op, args: tuple[Any, ...], result: Any) -> None:
+        """Report to the hook for devices that a collective was launched, and what its op
+        returned."""
+        with self._device_errors:
+            work = result[-1] if isinstance(result, tuple) else result
+            tensors = _tensors(args, op.outputs or op.inputs) if not op.is_barrier else []
+            self._device.launched(work, tensors[:_MOST_TENSORS])
+
+    def _ignore_launches(self) -> None:
+        self.reports_launches = False
+
+    @_torch.unseen
+    def issue(self, op: Op, args: tuple[Any, ...]) -> None:
+        """Record a collective before it is launched.
 
         DDP's reducer launches all-reduces from C++: in a backward whose start was recorded, or on a
         thread of the engine without a Python stack. From the second time on a bucket is known, and
@@ -143,12 +159,13 @@ class CollectiveHook:
         is_direct = op.raw == ALL_REDUCE and _is_from_engine(frame)
         bucket = self._bucket_of(args[0][0]) if is_direct else None
         if bucket is not None and bucket.call is not None:
-            return self._on_bucket(bucket)
-        return self._issue_slowly(op, args, frame, bucket)
+            self._on_bucket(bucket)
+        else:
+            self._issue_slowly(op, args, frame, bucket)
 
     def _issue_slowly(
         self, op: Op, args: tuple[Any, ...], frame: FrameType | None, bucket: Bucket | None
-    ) -> bool:
+    ) -> None:
         looked = stack.read(frame)
         group = self._groups.of(args[op.group_at])
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
@@ -176,12 +193,12 @@ class CollectiveHook:
             looked,
             bucket,
             device_index,
-            device_index >= 0 and op.async_at is not None and not flags & FLAG_ASYNC,
+            _end(op, flags, bucket),
         )
         if bucket is not None:
             # without the stack, which holds objects of the job
             bucket.call = call._replace(stack=stack.Stack(), bucket=None)
-        return self._on_call(call)
+        self._on_call(call)
 
     def _signature(
         self,
@@ -234,20 +251,17 @@ class CollectiveKernels(Kernels):
         below = below_backend_select()
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            receiver, is_marked = self.receiver, False
+            receiver = self.receiver
             if receiver is not None:
                 try:
-                    is_marked = receiver.issue(op, args)
+                    receiver.issue(op, args)
                 except Exception as error:
                     receiver.errors(error)
             else:
                 self._unreported += 1
             result = redispatch(keyset & below, *args, **kwargs)
-            if receiver is not None and is_marked:
-                try:
-                    receiver.on_launched(result)
-                except Exception as error:
-                    receiver.errors(error)
+            if receiver is not None and receiver.reports_launches:
+                receiver.launched(op, args, result)
             return result
 
         return kernel
@@ -276,6 +290,14 @@ def _is_from_engine(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_name in _DISPATCH_MODE_FRAMES:
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == ENGINE_CALL
+
+
+def _end(op: Op, flags: int, bucket: Bucket | None) -> int:
+    """Where a mark shows the end of a collective. One that is not asynchronous blocks the current
+    stream of its device. DDP waits for its buckets by itself."""
+    if op.async_at is not None and not flags & FLAG_ASYNC:
+        return AT_LAUNCH
+    return AT_WAIT if bucket is None else UNMARKED
 
 
 def _pair(op: Op, peer: int | None) -> tuple[int, int]:

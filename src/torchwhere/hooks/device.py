@@ -14,7 +14,7 @@ The marks need the native extension. Without it, the progress of the device is u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ from torchwhere.hooks.patches import Patches
 from torchwhere.native.load import NativeExtension
 
 REACHED, DONE = range(2)  # `Point` in device_progress.h
+# Where a mark shows the end of a collective: after the launch, if it blocks the current stream; at
+# the wait for it; nowhere. `End` in device_progress.h.
+AT_LAUNCH, AT_WAIT, UNMARKED = range(3)
 # The methods in which a job waits for asynchronous collectives, or issues several of them together:
 # the keys of their classes in `_torch`, and their names.
 _METHODS = (
@@ -75,7 +78,7 @@ class DeviceHook:
         self._patches = Patches()
         self._unbox_work = getattr(_torch.private("work"), "unbox", None)
         # The function of the extension, without a Python frame in between: this is a hot path.
-        self.reach: Callable[[int, int, int, int, int, int, int, bool], None] = _no_mark
+        self.reach: Callable[[int, int, int, int, int, int, int, int], None] = _no_mark
         if box.native is not None:
             self.reach = box.native.device_reach
 
@@ -129,14 +132,14 @@ class DeviceHook:
             if self._native is not None:
                 self._native.device_ready()
 
-    def launched(self, result: Any) -> None:
-        """Mark the end of the collective that this thread has just launched, given what its op
-        returned. If it is asynchronous, remember it until the job waits for it."""
-        if self._native is None:
-            return
-        *outputs, work = result if isinstance(result, tuple) else (result,)
-        unboxed = None if work is None or self._unbox_work is None else self._unbox_work(work)
-        self._native.device_launched(unboxed, _storage_address(outputs))
+    def launched(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """A collective was launched: `work` is the boxed `Work` that it returned, or None. If this
+        thread has marked it, mark its end; if it is asynchronous, remember it and its tensors until
+        the job waits for it."""
+        if self.is_on and self._native is not None:
+            unboxed = None if work is None or self._unbox_work is None else self._unbox_work(work)
+            addresses = [t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided]
+            self._native.device_launched(unboxed, *addresses)
 
     def mark_replay(self, mark: ReplayMark, point: int) -> None:
         """Mark a replay that is about to be launched (`REACHED`), or its end (`DONE`)."""
@@ -167,16 +170,6 @@ def _no_mark(*_: int) -> None:
 def _method(native: NativeExtension, name: str, original: Any) -> Any:
     """The replacement of a method of pybind11."""
     return native.device_method(name, getattr(original, "__func__", original))
-
-
-def _storage_address(outputs: Any) -> int:
-    """The address of the first storage in the outputs of an op; 0 if there is none."""
-    while isinstance(outputs, (list, tuple)) and outputs:
-        outputs = outputs[0]
-    if not isinstance(outputs, torch.Tensor):
-        return 0
-    address: int = outputs.untyped_storage()._cdata
-    return address
 
 
 def _accelerator_type() -> str | None:

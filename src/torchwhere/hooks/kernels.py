@@ -17,7 +17,7 @@ from _thread import get_ident
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from types import CodeType, FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -25,6 +25,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.python_stack import outwards
+from torchwhere.hooks.schemas import Op
 
 _QUIET_S = 0.1
 
@@ -164,11 +165,19 @@ def _other_stacks() -> dict[int, FrameType]:
 
 ALL_REDUCE = "allreduce_"
 
-Issue = Callable[[tuple[Any, ...]], bool]
-Launched = Callable[[Any], None]
+
+class Receiver(Protocol):
+    """Gets the calls of collectives: a `CollectiveHook`."""
+
+    errors: ErrorLimiter
+    reports_launches: bool
+
+    def issue(self, op: Op, args: tuple[Any, ...]) -> None: ...
+    def launched(self, op: Op, args: tuple[Any, ...], result: Any) -> None: ...
+
 
 _library: Any = None  # of our own op
-_receiver: tuple[Issue, Launched, ErrorLimiter] | None = None  # gets the calls of our own op
+_receiver: tuple[Receiver, Op] | None = None  # gets the calls of our own op
 
 
 class NativeAllReduce:
@@ -181,10 +190,10 @@ class NativeAllReduce:
         self._native_box = box.native_box
         self._turns = turns
 
-    def install(self, issue: Issue, on_launched: Launched, errors: ErrorLimiter) -> None:
-        """Register the native kernel. `issue` gets all calls except known buckets of DDP."""
+    def install(self, receiver: Receiver, op: Op) -> None:
+        """Register the native kernel. The receiver gets all calls except known buckets of DDP."""
         global _receiver
-        _receiver = issue, on_launched, errors
+        _receiver = receiver, op
         _define()
         engine = inspect.unwrap(_torch.private("run_backward") or _define)
         self.native.begin(self._native_box, engine.__code__, self._turns)
@@ -211,18 +220,15 @@ def _define() -> None:
 
     @_torch.stepped_over
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        receiver, is_marked = _receiver, False
-        if receiver is not None:
+        receiver, op = _receiver or (None, None)
+        if receiver is not None and op is not None:
             try:
-                is_marked = receiver[0](args)
+                receiver.issue(op, args)
             except Exception as error:
-                receiver[2](error)
+                receiver.errors(error)
         result = redispatch(keyset & below, *args, **kwargs)
-        if receiver is not None and is_marked:
-            try:
-                receiver[1](result)
-            except Exception as error:
-                receiver[2](error)
+        if receiver is not None and op is not None and receiver.reports_launches:
+            receiver.launched(op, args, result)
         return result
 
     library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]

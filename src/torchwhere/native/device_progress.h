@@ -252,9 +252,13 @@ inline PyObject* device_ready(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Where a mark shows the end of a collective: after the launch, because it blocks the current stream;
+// at the wait for it; nowhere.
+enum class End : int { AT_LAUNCH = 0, AT_WAIT = 1, UNMARKED = 2 };
+
 // The mark at the end of the collective that this thread launches now.
 struct DueMark {
-  bool is_on_current_stream = false;
+  End end = End::UNMARKED;
   c10::DeviceIndex index = 0;
   Mark mark{};
 };
@@ -286,15 +290,15 @@ struct MarkArguments {
   }
 };
 
-// device_reach(index, record, counter, count, place, step, issued_ns, is_on_current_stream): marks a
-// collective that is about to be launched. `device_launched` must follow after the launch.
+// device_reach(index, record, counter, count, place, step, issued_ns, end): marks a collective that
+// is about to be launched. `device_launched` must follow after the launch.
 inline PyObject* device_reach(PyObject*, PyObject* const* args, Py_ssize_t given) {
   MarkArguments given_mark;
   if (!given_mark.parse(args, given)) return nullptr;
-  auto& [index, mark, issued_ns, is_on_current_stream] = given_mark;
+  auto& [index, mark, issued_ns, end] = given_mark;
   device_progress->mark(index, issued_ns, mark);
   mark.point = Point::DONE;
-  due_mark = {is_on_current_stream != 0, index, mark};
+  due_mark = {static_cast<End>(end), index, mark};
   Py_RETURN_NONE;
 }
 

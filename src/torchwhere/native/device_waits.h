@@ -9,9 +9,11 @@
 #include <cstring>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "buckets.h"
 #include "device_progress.h"
 
 namespace torchwhere {
@@ -22,7 +24,7 @@ constexpr size_t MOST_ASYNC_CALLS = 4096;  // a job that never waits would fill 
 struct AsyncCall {
   c10::DeviceIndex index = 0;
   Mark mark{};
-  const void *work = nullptr, *storage = nullptr;  // either leads to it
+  std::vector<const void*> keys;  // its Work and its storages: each leads to it
 
   void set_mark(Point point) const {
     Mark due = mark;
@@ -30,28 +32,27 @@ struct AsyncCall {
     device_progress->mark(index, now_ns(), due);
   }
 };
+using AsyncCallPtr = std::shared_ptr<const AsyncCall>;
 
 class AsyncCalls {
  public:
-  void add(const AsyncCall& call) {
+  void add(const AsyncCallPtr& call) {
     std::lock_guard<std::mutex> guard(lock_);
     if (calls_.size() >= MOST_ASYNC_CALLS) calls_.clear();
-    for (const void* key : {call.work, call.storage})
-      if (key != nullptr) calls_[key] = call;
+    for (const void* key : call->keys) calls_[key] = call;
   }
 
-  // Finds and removes the call of a Work or of a storage.
-  bool take(const void* key, AsyncCall* call) {
+  // Finds and removes the call of a Work or of a storage. Null if there is none.
+  AsyncCallPtr take(const void* key) {
     std::lock_guard<std::mutex> guard(lock_);
     auto found = calls_.find(key);
-    if (found == calls_.end()) return false;
-    *call = found->second;
-    for (const void* other : {call->work, call->storage}) {
+    if (found == calls_.end()) return nullptr;
+    AsyncCallPtr call = found->second;
+    for (const void* other : call->keys) {
       auto entry = calls_.find(other);
-      if (entry != calls_.end() && entry->second.mark.call.record == call->mark.call.record)
-        calls_.erase(entry);
+      if (entry != calls_.end() && entry->second == call) calls_.erase(entry);
     }
-    return true;
+    return call;
   }
 
   void clear() {
@@ -61,13 +62,13 @@ class AsyncCalls {
 
  private:
   std::mutex lock_;
-  std::unordered_map<const void*, AsyncCall> calls_;
+  std::unordered_map<const void*, AsyncCallPtr> calls_;
 };
 inline AsyncCalls* async_calls = new AsyncCalls;  // never freed: threads may still use it at exit
 
-// The asynchronous collectives that this thread has issued since `_start_coalescing`: they have one
-// Work, which `_end_coalescing` returns.
-inline thread_local std::optional<std::vector<AsyncCall>> issued_together;
+// The collectives that this thread has issued since `_start_coalescing`. They are launched together
+// in `_end_coalescing`, which returns one Work for all of them, or none if they are not asynchronous.
+inline thread_local std::optional<std::vector<DueMark>> issued_together;
 
 // Returns the address of the object that an instance of a class of pybind11 holds. Only a key: it is
 // not used as a pointer.
@@ -79,60 +80,68 @@ inline const void* held_by(PyObject* instance) {
   return reinterpret_cast<Instance*>(instance)->value;
 }
 
-// device_launched(work, storage): marks the end of the collective that this thread has just launched,
-// if it runs on the current stream. Otherwise remembers it by its Work and by the address of its
-// storage. `work` may be None, and `storage` 0.
+// device_launched(work[, storage, ...]): a collective has been launched. If this thread has marked
+// it, marks its end, if it runs on the current stream; otherwise remembers it by its Work, or None,
+// and by the addresses of its storages.
 inline PyObject* device_launched(PyObject*, PyObject* const* args, Py_ssize_t given) {
-  if (given != 2) return PyErr_Format(PyExc_TypeError, "expected 2 arguments, not %zd", given);
-  const void* work = args[0] == Py_None ? nullptr : held_by(args[0]);
-  const void* storage = PyLong_AsVoidPtr(args[1]);
+  if (given < 1) return PyErr_Format(PyExc_TypeError, "expected at least one argument");
+  DueMark due = std::exchange(due_mark, {});
+  std::vector<const void*> keys;
+  for (Py_ssize_t at = 1; at < given; ++at) keys.push_back(PyLong_AsVoidPtr(args[at]));
   if (PyErr_Occurred()) return nullptr;
-  AsyncCall call{due_mark.index, due_mark.mark, work, storage};
+  if (args[0] != Py_None) {
+    keys.push_back(held_by(args[0]));
+    async_calls->take(keys.back());  // an earlier Work at this address, which nothing waited for
+  }
   // An exception may have left out `_end_coalescing`.
   if (issued_together && issued_together->size() >= MOST_ASYNC_CALLS) issued_together.reset();
-  if (due_mark.is_on_current_stream) {
-    async_calls->take(work, &call);  // a Work that was at this address before
-    device_progress->mark(due_mark.index, now_ns(), due_mark.mark);
-  } else if (issued_together) {
-    issued_together->push_back(call);
-  } else if (work != nullptr) {
-    async_calls->add(call);
-  }
+  if (due.end == End::UNMARKED) Py_RETURN_NONE;
+  if (issued_together)
+    issued_together->push_back(due);
+  else if (due.end == End::AT_LAUNCH)
+    device_progress->mark(due.index, now_ns(), due.mark);
+  else
+    async_calls->add(std::make_shared<const AsyncCall>(AsyncCall{due.index, due.mark, keys}));
   Py_RETURN_NONE;
 }
 
 // The replacement of `Work.wait`. `wait` is the original.
 inline PyObject* work_wait(
     PyObject* wait, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
-  AsyncCall call;
-  bool is_marked = given > 0 && async_calls->take(held_by(args[0]), &call);
-  if (is_marked) call.set_mark(Point::WAITED);
+  AsyncCallPtr call = given > 0 ? async_calls->take(held_by(args[0])) : nullptr;
+  if (call != nullptr) call->set_mark(Point::WAITED);
   PyObject* result = PyObject_Vectorcall(wait, args, given, keywords);
-  if (is_marked && result != nullptr) call.set_mark(Point::DONE);
+  if (call != nullptr && result != nullptr) call->set_mark(Point::DONE);
   return result;
 }
 
 // The replacement of `ProcessGroup._start_coalescing`.
 inline PyObject* start_coalescing(
     PyObject* start, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
-  issued_together.emplace();
-  return PyObject_Vectorcall(start, args, given, keywords);
+  PyObject* result = PyObject_Vectorcall(start, args, given, keywords);
+  if (result != nullptr) issued_together.emplace();
+  return result;
 }
 
 // The replacement of `ProcessGroup._end_coalescing`.
 inline PyObject* end_coalescing(
     PyObject* end, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
-  std::vector<AsyncCall> calls;
-  if (issued_together) calls.swap(*issued_together);
+  std::vector<DueMark> marks;
+  if (issued_together) marks.swap(*issued_together);
   issued_together.reset();
   PyObject* work = PyObject_Vectorcall(end, args, given, keywords);
-  if (work == nullptr || work == Py_None || calls.empty()) return work;
+  if (work == nullptr || marks.empty()) return work;
   std::vector<MarkedCall> others;
-  for (const AsyncCall& call : calls) others.push_back(call.mark.call);
+  for (const DueMark& due : marks) others.push_back(due.mark.call);
   others.pop_back();
-  AsyncCall all{calls.back().index, calls.back().mark, held_by(work), nullptr};
+  AsyncCall all{marks.back().index, marks.back().mark, {}};
   all.mark.others = std::make_shared<const std::vector<MarkedCall>>(std::move(others));
-  async_calls->add(all);
+  if (work == Py_None) {
+    all.set_mark(Point::DONE);
+  } else {
+    all.keys.push_back(held_by(work));
+    async_calls->add(std::make_shared<const AsyncCall>(std::move(all)));
+  }
   return work;
 }
 
@@ -162,13 +171,14 @@ inline void wait_tensor(
     const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static const c10::DispatchKeySet below(
       c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  AsyncCall call;
+  if (kernel.box.load() == nullptr) kernel.passed.fetch_add(1);
+  AsyncCallPtr call;
   const c10::IValue& given = stack->back();
-  bool is_marked = given.isTensor() && given.toTensor().has_storage() &&
-      async_calls->take(given.toTensor().storage().unsafeGetStorageImpl(), &call);
-  if (is_marked) call.set_mark(Point::WAITED);
+  if (given.isTensor() && given.toTensor().has_storage())
+    call = async_calls->take(given.toTensor().storage().unsafeGetStorageImpl());
+  if (call != nullptr) call->set_mark(Point::WAITED);
   op.redispatchBoxed(keys & below, stack);
-  if (is_marked) call.set_mark(Point::DONE);
+  if (call != nullptr) call->set_mark(Point::DONE);
 }
 
 }  // namespace torchwhere

@@ -182,7 +182,8 @@ inline void set_mark(const BucketWait& wait, const Mark& mark) noexcept {
   device_progress->mark(wait.index, now_ns(), mark);
 }
 
-inline void mark_wait(const std::shared_ptr<BucketWait>& wait) noexcept {
+// Takes the pointer by value: the callback that holds it may move while it runs.
+inline void mark_wait(std::shared_ptr<BucketWait> wait) noexcept {
   try {
     {
       std::lock_guard<std::mutex> guard(kernel.lock);
@@ -202,6 +203,7 @@ inline void mark_wait(const std::shared_ptr<BucketWait>& wait) noexcept {
 
 // Marks the launch of a bucket, outside the gate of the box: the mark waits if the stream is full.
 inline void mark_launch(c10::DeviceIndex index, const LaunchMark& due) noexcept {
+  if (!device_progress->is_on) return;
   device_progress->mark(index, due.t_ns, due.mark);
   try {
     int task = torch::autograd::get_current_graph_task_id();

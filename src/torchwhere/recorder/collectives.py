@@ -109,11 +109,8 @@ class CollectiveRecorder:
             ]
         return [f"{op} #{index} on {group}" for _, op, index, group in sorted(last)[-_REMEMBERED:]]
 
-    def collective(self, call: CollectiveCall) -> bool:
-        """Record a collective that is about to be launched.
-
-        Returns whether its device needs to know that it was launched.
-        """
+    def collective(self, call: CollectiveCall) -> None:
+        """Record a collective that is about to be launched."""
         locator = self._locator
         stack = call.stack
         track = self._here()
@@ -131,12 +128,9 @@ class CollectiveRecorder:
         graph_id = 0
         if graph is not None or locator.compiling:
             graph_id = locator.graph_id(graph)
-        beneficiary = self._beneficiary(call)
-        is_marked = self._record(call, track, place_ids, line, graph_id, beneficiary)
-        # DDP waits for its buckets by itself.
-        return is_marked and (call.is_on_current_stream or call.bucket is None)
+        self._record(call, track, place_ids, line, graph_id, self._beneficiary(call))
 
-    def bucket(self, bucket: Bucket) -> bool:
+    def bucket(self, bucket: Bucket) -> None:
         """Record that DDP reduces a bucket again: only the number of the call is new.
 
         Costs about half as much as `collective`.
@@ -144,10 +138,9 @@ class CollectiveRecorder:
         track = self._here()
         place_ids = bucket.place_ids or self._place_ids_of_bucket(bucket, track)
         line = self._line_of_backward(track, place_ids)
-        is_marked = self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
+        self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
         if self._native is not None and bucket.place_ids is not None:
             self._teach(bucket)
-        return is_marked and bucket.call.is_on_current_stream
 
     def _record(
         self,
@@ -157,16 +150,13 @@ class CollectiveRecorder:
         line: int,
         graph: int,
         beneficiary: int,
-    ) -> bool:
-        """Write the record and count the call. Touches little: cold Python code is slow.
-
-        Returns whether the call was marked on a device.
-        """
+    ) -> None:
+        """Write the record and count the call. Touches little: cold Python code is slow."""
         if self._cuda_graphs.active:
             captured = self._cuda_graphs.capture_of(call.device_index)
             if captured is not None:
                 self._capture(captured, call, place_ids, line, graph, beneficiary)
-                return False
+                return
         stream = call.stream
         t_ns = time.monotonic_ns()
         words = self._box.words
@@ -202,7 +192,7 @@ class CollectiveRecorder:
         for tap in self._taps:
             tap(number, call)
         if call.device_index < 0 or not self._device.is_on:
-            return False
+            return
         self._device.reach(
             call.device_index,
             number,
@@ -211,9 +201,8 @@ class CollectiveRecorder:
             place_ids.packed,
             self._counter.step,
             t_ns,
-            call.is_on_current_stream,
+            call.end,
         )
-        return True
 
     # -- CUDA graphs -------------------------------------------------------------------------------
 

@@ -144,9 +144,9 @@ class Session:
             self._box,
             self._groups,
             self._reducers,
+            self._device,
             on_call=self.collectives.collective,
             on_bucket=self.collectives.bucket,
-            on_launched=self._device.launched,
         )
         cuda_graphs = CudaGraphRecorder(
             self.recorder, self.collectives, self._cuda_graphs, self._device
