@@ -4,6 +4,7 @@ entries removed, with timing, large numbers, many groups, expert groups, pipelin
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from test_nccl_dumps import (
     read,
 )
 from test_nccl_runs import unpacked
+from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.flight_recorder.verdict import consult_dumps
 
 
@@ -504,6 +506,78 @@ def test_failed_device_in_one_of_two_groups(dumps: Path, tmp_path: Path) -> None
     assert (conclusion(verdict), verdict.certainty) == (MISSING, "inferred")
     assert verdict.collective is not None
     assert verdict.collective["group"] == "default"
+
+
+# -- the age of dumps ------------------------------------------------------------------------------
+
+HANGS = ["endless_ddp", "endless_fsdp2", "endless_pipeline", "opposite_groups", "stuck_cpu"]
+
+
+def written_after(folder: Path, ranks: dict[int, Dump], age_s: float, **other_s: float) -> Verdict:
+    """The verdict on dumps that were written some seconds after the first pending call was issued;
+    `rank_2=`: another age of one dump."""
+    diagnosed(folder, ranks)
+    issued_ns = min(
+        entry["time_created_ns"]
+        for dump in ranks.values()
+        for entry in dump["entries"]
+        if entry["state"] != "completed"
+    )
+    for path in folder.iterdir():
+        time_ns = issued_ns + int(other_s.get(path.name, age_s) * 1e9)
+        os.utime(path, ns=(time_ns, time_ns))
+    return consult_dumps(folder)
+
+
+@pytest.mark.parametrize("age_s", [-1.0, 0.1, 0.9])
+@pytest.mark.parametrize("kind", ["all", "active"])
+@pytest.mark.parametrize("job", [*HANGS, "skipped"])
+def test_calls_that_were_just_issued(
+    dumps: Path, tmp_path: Path, job: str, kind: str, age_s: float
+) -> None:
+    """If dumps were written a moment after the calls were issued, the job may be progressing: no
+    rank is named, and the job is not called healthy. File systems have other clocks."""
+    verdict = written_after(tmp_path, read(dumps / job / kind), age_s)
+    assert (conclusion(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
+    assert f", at most {max(age_s, 0):.1f} s before " in verdict.explanation[0]
+    assert "The dumps do not show a hang: the job may be progressing." in verdict.explanation
+
+
+@pytest.mark.parametrize("kind", ["all", "active"])
+@pytest.mark.parametrize("job", [*HANGS, "skipped"])
+def test_calls_that_are_pending_for_seconds(
+    dumps: Path, tmp_path: Path, job: str, kind: str
+) -> None:
+    """Dumps that were written some seconds after the calls were issued show a hang."""
+    verdict = written_after(tmp_path, read(dumps / job / kind), 3.0)
+    assert conclusion(verdict) == dict(zip(KINDS, TABLE[job], strict=True))[kind]
+    assert (verdict.certainty == "exact") == (job == "stuck_cpu")
+
+
+@pytest.mark.parametrize("age_s", [-1e9, -1.0, 0.5], ids=["unknown", "before", "after"])
+def test_a_dump_that_is_older_than_the_call(dumps: Path, tmp_path: Path, age_s: float) -> None:
+    """That a rank has not issued a call is only inferred, if its dump is not known to be newer than
+    the call: it may have written the dump when it failed."""
+    verdict = written_after(tmp_path, read(dumps / "stuck_cpu" / "all"), 10.0, rank_2=age_s)
+    assert (conclusion(verdict), verdict.certainty) == (MISSING, "inferred")
+
+
+def test_dumps_without_a_time(dumps: Path) -> None:
+    """Without the times of the files, a short wait looks like a long one: the rank is inferred."""
+    verdict = consult_dumps(dumps / "stuck_cpu" / "all")  # the archive has no times
+    assert (conclusion(verdict), verdict.certainty) == (MISSING, "inferred")
+
+
+@pytest.mark.parametrize(("age_s", "culprits"), [(0.5, ()), (10.0, (VICTIM,))])
+def test_a_device_that_may_have_failed(
+    dumps: Path, tmp_path: Path, age_s: float, culprits: tuple[int, ...]
+) -> None:
+    """A rank that is behind has an older dump, unless the others have waited for some seconds: a
+    process may write a dump at once if its device fails."""
+    ranks = failed_device(dumps / "endless_ddp" / "all", VICTIM, completed=23)
+    verdict = written_after(tmp_path, ranks, age_s, rank_2=0.5)
+    assert conclusion(verdict) == ("missing", culprits)
+    assert any("ook at rank 2 first" in line for line in verdict.explanation) != bool(culprits)
 
 
 # -- what a verdict says ---------------------------------------------------------------------------

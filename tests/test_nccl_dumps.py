@@ -226,12 +226,12 @@ FAILURES = {
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dumps of jobs that failed, without their boxes."""
+    """The dumps of jobs that failed, with their times, without their boxes."""
     runs = unpacked("nccl_failures.txz", tmp_path_factory.mktemp("failures"))
     folder = tmp_path_factory.mktemp("dumps_of_failures")
     for path in runs.glob("*/flight_recorder_rank_*"):
         (folder / path.parent.name).mkdir(exist_ok=True)
-        shutil.copy(path, folder / path.parent.name)
+        shutil.copy2(path, folder / path.parent.name)
     return folder
 
 

@@ -30,6 +30,15 @@ class ProgressedMeanwhile(Cause):
 
 
 @dataclass(frozen=True, slots=True)
+class JustIssued(Cause):
+    """A call that its ranks issued only a moment before their dumps were written."""
+
+    ranks: Ranks
+    call: CallRef
+    age_s: float  # at most, when the dumps were written
+
+
+@dataclass(frozen=True, slots=True)
 class MissingMessage(Cause):
     """A rank that has not issued its end of a message, or may not have."""
 

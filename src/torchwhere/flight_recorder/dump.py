@@ -8,6 +8,7 @@ bounds: a dump may come from anywhere.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,7 @@ class Dump:
     has_frames: bool = False
     cut: str | None = None  # why it is incomplete
     own: dict[str, Any] | None = None  # torchwhere's own data, if it wrote the dump
+    written_ns: int | None = None  # the time of the file; later than the dump if it is a copy
 
     @property
     def is_of_gloo(self) -> bool:
@@ -157,9 +159,12 @@ def read_dump(path: Path, rank: int) -> Dump:
     try:
         with path.open("rb") as file:
             data = file.read(CAPS.bytes + 1)
+            written_ns = os.fstat(file.fileno()).st_mtime_ns
     except OSError as error:
         raise RefusedFileError(f"cannot be read: {error.strerror}") from error
-    return parse_dump(data, rank, path=path)
+    dump = parse_dump(data, rank, path=path)
+    dump.written_ns = written_ns
+    return dump
 
 
 def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>")) -> Dump:

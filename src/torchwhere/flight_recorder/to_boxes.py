@@ -60,6 +60,7 @@ class _Converter:
             is_cut=dump.cut is not None,
             lists_only_active=dump.lists_only_active,
             has_timing=dump.has_timing and not dump.is_of_gloo,
+            written_ns=dump.written_ns,
         )
         names = dump.group_names
         self.box.status = {names[i]: status for i, status in dump.status.items() if i in names}

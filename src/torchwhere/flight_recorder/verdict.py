@@ -18,6 +18,7 @@ from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import shown_ranks
 from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
+from torchwhere.diagnose.dump_age import checked_by_age
 from torchwhere.diagnose.dump_causes import NothingPending
 from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, JobContinued, UnseenHangs
 from torchwhere.diagnose.dump_hang import find_dump_hang, no_hang
@@ -75,18 +76,20 @@ def with_dumps(
 
 
 def _diagnosed(run: Dumps) -> Verdict:
-    # A dump does not record when it was written. It was written because a wait took too long: every
-    # wait in it counts.
+    # A dump does not record when it was written. Most are written because a wait took too long:
+    # every wait counts, unless the time of the file shows that it had only begun.
     diagnosis = examine(run, now_ns=run.moment_ns, stall_s=0.0)
     if diagnosis.finding.kind is VerdictKind.MISMATCH:
         return _mismatch(diagnosis, run)
     if run.shows_pending:
-        return verdict_of(Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run))))
-    if diagnosis.finding.kind in (VerdictKind.TOGETHER, *NO_FAULT):
+        diagnosis = Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run)))
+    elif diagnosis.finding.kind in (VerdictKind.TOGETHER, *NO_FAULT):
         # without a pending call, no rank is known to be blocked
         finding = no_hang(NothingPending(), run.unwatched)
         diagnosis = replace(diagnosis, finding=finding)
-    return verdict_of(diagnosis)
+    context = diagnosis.context
+    written_ns = {rank: box.written_ns for rank, box in run.dumps.items()}
+    return verdict_of(Diagnosis(context, checked_by_age(context, diagnosis.finding, written_ns)))
 
 
 def _mismatch(diagnosis: Diagnosis, run: Dumps) -> Verdict:

@@ -12,6 +12,7 @@ from torchwhere.diagnose.dump_causes import (
     BehindRanks,
     DifferentOrder,
     IncompleteCall,
+    JustIssued,
     MissingMessage,
     NothingPending,
     ProgressedMeanwhile,
@@ -70,6 +71,22 @@ def progressed_meanwhile_text(cause: ProgressedMeanwhile, context: Context) -> l
             f" the {dumps} of {outdated} {show} as not issued or not complete."
         ),
         "No rank is known to hang. If the job hangs, write all dumps at the same time.",
+    ]
+
+
+def just_issued_text(cause: JustIssued, context: Context) -> list[str]:
+    call, dumps = numbered_call_text(context, cause.call), agree(cause.ranks, "dump", "dumps")
+    its, was = agree(cause.ranks, "its", "their"), agree(cause.ranks, "was", "were")
+    return [
+        (
+            f"{subject_text(cause.ranks)} issued {call}, at most {cause.age_s:.1f} s before"
+            f" {its} {dumps} {was} written."
+        ),
+        "The dumps do not show a hang: the job may be progressing.",
+        (
+            "Write all dumps again after some seconds, and compare: in a hang, the same call is"
+            " still pending."
+        ),
     ]
 
 
