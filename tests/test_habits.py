@@ -20,7 +20,7 @@ FOLDERS = ("src", "tests", "bench", "upstream", "examples")
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60  # without its docstring
 # The code of a hot path stays in one function: a call costs about 50 ns in each module call.
-HOT_PATHS = {"hooks/module_calls.py: make_python_wrapper", "recorder/collectives.py: _record"}
+HOT_PATHS = {"hooks/module_calls.py: make_python_wrapper"}
 
 
 @cache
