@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -190,12 +190,20 @@ def _answers(ranks: int, environment: dict[str, str]) -> dict[str, Any] | None:
     return answers
 
 
+def _quit_daemon(variables: dict[str, str]) -> None:
+    command = ["nvidia-cuda-mps-control"]
+    subprocess.run(command, input="quit\n", text=True, env=os.environ | variables)
+
+
 @contextmanager
-def mps(folder: Path) -> Iterator[dict[str, str]]:
-    """A daemon that lets the ranks share the GPU, if the machine has one."""
+def mps(
+    folder: Path, end: Callable[[dict[str, str]], None] = _quit_daemon
+) -> Iterator[dict[str, str]]:
+    """A daemon that lets the ranks share the GPU, if the machine has one. Gives the variables of
+    its clients; `end` gets them too, and ends the daemon."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
-        print("bench.ranks: without MPS the ranks take turns on the GPU", file=sys.stderr)
+        print("without MPS the ranks take turns on the GPU", file=sys.stderr)
         yield {}
         return
     variables = {
@@ -208,7 +216,7 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
     try:
         yield variables
     finally:
-        subprocess.run([control], input="quit\n", text=True, env=os.environ | variables)
+        end(variables)
 
 
 def _text(arguments: argparse.Namespace, answers: dict[str, Any]) -> str:

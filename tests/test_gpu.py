@@ -7,7 +7,6 @@ dumps of the flight recorder alone.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,12 +15,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from bench import ranks
 
 from nccl_jobs import DUMPS, JOBS
 from torchwhere.blackbox.device import device_state, device_times
@@ -49,35 +50,18 @@ AT_ONCE = 3
 WORLD = 4
 
 
-@contextmanager
-def mps(folder: Path) -> Iterator[dict[str, str]]:
-    """A daemon that lets the ranks share the GPU: without it an all_reduce takes ten times as
-    long."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        yield {}
-        return
-    environment = {
-        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
-        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
-    }
-    for path in environment.values():
-        Path(path).mkdir()
-    subprocess.run([control, "-d"], env=os.environ | environment, check=True)
-    try:
-        yield environment
-    finally:
-        _kill_daemon(environment["CUDA_MPS_PIPE_DIRECTORY"])
-
-
-def _kill_daemon(pipe: str) -> None:
-    """Kill the daemon with this pipe and its server. Kernels that do not end would keep them. The
+def _kill_daemon(variables: dict[str, str]) -> None:
+    """Kill the daemon with these variables and its server. Kernels that do not end would keep them. The
     daemons of other jobs stay."""
+    pipe = variables["CUDA_MPS_PIPE_DIRECTORY"]
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             is_daemon = (entry / "comm").read_text().startswith("nvidia-cuda-mps")
             if is_daemon and pipe.encode() in (entry / "environ").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
+
+
+mps = partial(ranks.mps, end=_kill_daemon)
 
 
 def dumping(folder: Path) -> dict[str, str]:
