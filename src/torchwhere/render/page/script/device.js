@@ -5,7 +5,7 @@ const DEVICE_PARTS = [
   ["compute", "compute, idle", "no collective was in flight"],
   ["hidden", "hidden", "a collective that is asynchronous or has its own stream was in flight, and the job continued"],
   ["unclear", "unclear", "such a collective was in flight; it is not known whether the job computed or waited for it"],
-  ["exposed", "exposed", "a collective blocked the stream of the job"],
+  ["exposed", "exposed", "a collective blocked the stream of the job, or the stream waited for it"],
 ];
 
 function showDevice(report) {
