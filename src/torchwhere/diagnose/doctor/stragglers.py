@@ -182,7 +182,7 @@ def _late_since(window: CallWindow, trust: Trust, losses: Lost, first: int) -> _
     all_rounds = losses.since(first)
     rounds, elapsed = all_rounds[:, first:], float(losses.starts[-1] - losses.starts[first])
     rows = _the_latest(rounds.sum(axis=1), least=_COST * elapsed)
-    if not rows:
+    if not rows or elapsed <= 0:  # dumps may have no times
         return None
     others = np.delete(rounds, rows, axis=0).max(axis=0)
     costs = (rounds[list(rows)].max(axis=0) - others).clip(min=0)
