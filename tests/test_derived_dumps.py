@@ -118,12 +118,20 @@ def test_timing_and_order(dumps: Path, tmp_path: Path, job: str, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["all", "active"])
-def test_timing_and_a_rank_without_a_dump(dumps: Path, tmp_path: Path, kind: str) -> None:
-    """If all ranks with a dump have reached the call, the rank without a dump is named."""
-    ranks = read(dumps / "stopped" / kind)
-    assert VICTIM not in ranks
+@pytest.mark.parametrize(
+    ("job", "absent"), [("stopped", VICTIM), *(("endless_ddp", rank) for rank in range(4))]
+)
+def test_timing_and_a_rank_without_a_dump(
+    dumps: Path, tmp_path: Path, job: str, absent: int, kind: str
+) -> None:
+    """If all ranks with a dump have reached the call, the network may be the cause, and the rank
+    without a dump be healthy: it is not named, and the text says to look at it first."""
+    ranks = read(dumps / job / kind)
+    ranks.pop(absent, None)
     started = {rank: with_timing(dump, has_reached=True) for rank, dump in ranks.items()}
-    assert conclusion(diagnosed(tmp_path, started)) == ("missing", (VICTIM,))
+    verdict = diagnosed(tmp_path, started)
+    assert (conclusion(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
+    assert any(f"Look at rank {absent} first" in line for line in verdict.explanation)
 
 
 def test_timing_on_all_ranks(dumps: Path, tmp_path: Path) -> None:
@@ -506,6 +514,20 @@ def test_failed_device_in_one_of_two_groups(dumps: Path, tmp_path: Path) -> None
     assert (conclusion(verdict), verdict.certainty) == (MISSING, "inferred")
     assert verdict.collective is not None
     assert verdict.collective["group"] == "default"
+
+
+@pytest.mark.parametrize("kind", ["all", "active"])
+@pytest.mark.parametrize("job", TABLE)
+def test_entries_without_times(dumps: Path, tmp_path: Path, job: str, kind: str) -> None:
+    """Without the times of calls, the verdict names the same ranks."""
+    ranks = read(dumps / job / kind)
+    for rank in (0, 1):  # on some ranks, and then on all
+        for other in ranks if rank else [rank]:
+            for entry in ranks[other]["entries"]:
+                for name in [name for name in entry if name.startswith("time_")]:
+                    del entry[name]
+        verdict = diagnosed(tmp_path / str(rank), ranks)
+        assert verdict.culprits == dict(zip(KINDS, TABLE[job], strict=True))[kind][1]
 
 
 # -- the age of dumps ------------------------------------------------------------------------------

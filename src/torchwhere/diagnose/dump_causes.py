@@ -40,10 +40,9 @@ class JustIssued(Cause):
 
 @dataclass(frozen=True, slots=True)
 class MissingMessage(Cause):
-    """A rank that has not issued its end of a message, or may not have."""
+    """A rank that has not issued its end of a message."""
 
     rank: int
-    has_dump: bool
     call: ReferredCall
 
 
@@ -88,6 +87,7 @@ class IncompleteCall(Cause):
     absent: Ranks  # without a dump
     waiting: Ranks  # in other calls, for these ranks
     has_timing: bool
+    have_reached: bool  # all ranks with a dump: by timing, or because their CPU waits in it (gloo)
 
 
 @dataclass(frozen=True, slots=True)

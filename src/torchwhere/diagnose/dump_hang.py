@@ -8,10 +8,13 @@ has not completed. Evidence counts in this order:
 3. One device has not completed a call that all others have completed.
 4. Ranks issued calls of different groups in different orders.
 5. Other sends complete before their receive, and this one does not.
-6. One rank has no dump, and several others wait in calls with it.
 
 Without any of these, all ranks of a call have issued it and none has completed it. Then it is
 unknown which device or link is the cause, and no rank is named.
+
+A rank without a dump is never named. A process that is stopped or dead writes none. But healthy
+ranks leave none either: the file was not collected, or the process ended before it wrote one. If
+all others wait in a call with it, it may be in that call too, and the network the cause.
 """
 
 from __future__ import annotations
@@ -57,6 +60,15 @@ def find_dump_hang(context: Context, progress: JobProgress) -> tuple[Context, Fi
     context = replace(context, waits=search.waits)
     deadlock = find_deadlock(context) if search.lacks_calls() else None
     return context, search.missing() or deadlock or search.on_devices()
+
+
+def without_absent(finding: Finding, context: Context) -> Finding:
+    """Take ranks without a dump from the culprits: nothing shows that they are not healthy."""
+    culprits = tuple(rank for rank in finding.culprits if rank in context.by_rank)
+    if culprits == finding.culprits:
+        return finding
+    certainty = finding.certainty if culprits else Certainty.UNKNOWN
+    return replace(finding, culprits=culprits, certainty=certainty)
 
 
 def no_hang(cause: Cause, unwatched: Collection[int]) -> Finding:
@@ -158,7 +170,7 @@ class _HangSearch:
         if call.ends is None:
             elsewhere = tuple(rank for rank in wait.missing if rank not in ranks)
             return MissingRanks(ranks, wait, elsewhere=elsewhere)
-        return MissingMessage(ranks[0], ranks[0] in self.progress.ranks, call)
+        return MissingMessage(ranks[0], call)
 
     # -- all have issued it ------------------------------------------------------------------------
 
@@ -173,7 +185,7 @@ class _HangSearch:
         if len(current[0]) > 1:
             return self._different_order(current[0])
         meeting = current[0][0]
-        return self._stuck_end(meeting) or self._absent(current) or self._incomplete(meeting)
+        return self._stuck_end(meeting) or self._incomplete(meeting)
 
     def _not_current(self, roots: list[Root]) -> Finding:
         """All pending calls are in groups in which a dump is older than the others, or a device has
@@ -323,37 +335,6 @@ class _HangSearch:
     def _count(self, rank: int, stream: MessageStream) -> MessageCount:
         return self.progress.ranks[rank].messages.get(stream, MessageCount())
 
-    def _absent(self, roots: list[Root]) -> Finding | None:
-        """The one rank without a dump that several others wait for: a process that is stopped or
-        dead writes no dump.
-
-        One rank against one proves nothing. On a device, the others must be known to have reached
-        their calls: otherwise one of them may be the cause, and the dump only was not collected.
-        """
-        absent = {self.progress.absent(self.graph.call(root[0])) for root in roots}
-        compares_order = any(self.graph.later.values())
-        if len(absent) > 1 or compares_order or any(len(root) > 1 for root in roots):
-            return None
-        ranks, meeting = absent.pop(), roots[0][0]
-        waiting = [rank for root in roots for rank in self.graph.ranks_in[root[0]]]
-        have_reached = all(
-            self.graph.ranks[rank].has_timing or self.graph.ranks[rank].is_of_gloo
-            for rank in waiting
-        )
-        if len(ranks) != 1 or len(waiting) < 2 or not have_reached:
-            return None
-        if any(self._went_on(root[0]) for root in roots):  # not without the absent rank
-            return None
-        wait = self.waits[self.graph.ranks_in[meeting][0]]
-        return Finding(
-            VerdictKind.MISSING,
-            self._not_issued(ranks, wait, meeting),
-            culprits=ranks,
-            call=CallRef.of(wait),
-            certainty=Certainty.INFERRED,
-            blocked=frozenset(self.graph.places),
-        )
-
     def _went_on(self, meeting: Meeting) -> Ranks:
         """The ranks that have completed a call that others are in."""
         call, ranks = self.graph.call(meeting), self.graph.ranks_in[meeting]
@@ -376,6 +357,8 @@ class _HangSearch:
             absent,
             tuple(sorted(set(self.graph.places).difference(ranks))),
             all(self.graph.ranks[rank].has_timing for rank in ranks),
+            {*ranks, *absent} == set(self.progress.taking_part(call))
+            and all(self.graph.ranks[rank].has_reached for rank in ranks),
         )
         kind = VerdictKind.TOGETHER
         certainty = Certainty.EXACT if cause.has_timing and not went_on else Certainty.INFERRED

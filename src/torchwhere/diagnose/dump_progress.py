@@ -60,6 +60,11 @@ class RankProgress:
     is_of_gloo: bool  # the CPU itself waits in a call, so a pending call is one that it has reached
     counts_messages: bool  # whether it lists all messages from the first one
 
+    @property
+    def has_reached(self) -> bool:
+        """Whether the call that it is in is one that it has reached."""
+        return self.has_timing or self.is_of_gloo
+
     @cached_property
     def first_pending(self) -> dict[Meeting, PendingCall]:
         """The first pending call of each meeting, in the order of issue."""

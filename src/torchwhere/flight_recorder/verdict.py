@@ -21,7 +21,7 @@ from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.diagnose.dump_age import checked_by_age
 from torchwhere.diagnose.dump_causes import NothingPending
 from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, JobContinued, UnseenHangs
-from torchwhere.diagnose.dump_hang import find_dump_hang, no_hang
+from torchwhere.diagnose.dump_hang import find_dump_hang, no_hang, without_absent
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
 from torchwhere.flight_recorder.progress import job_progress
 from torchwhere.render.verdict_text.assemble import verdict_of
@@ -88,8 +88,9 @@ def _diagnosed(run: Dumps) -> Verdict:
         finding = no_hang(NothingPending(), run.unwatched)
         diagnosis = replace(diagnosis, finding=finding)
     context = diagnosis.context
+    finding = without_absent(diagnosis.finding, context)
     written_ns = {rank: box.written_ns for rank, box in run.dumps.items()}
-    return verdict_of(Diagnosis(context, checked_by_age(context, diagnosis.finding, written_ns)))
+    return verdict_of(Diagnosis(context, checked_by_age(context, finding, written_ns)))
 
 
 def _mismatch(diagnosis: Diagnosis, run: Dumps) -> Verdict:

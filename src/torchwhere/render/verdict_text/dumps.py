@@ -94,19 +94,9 @@ def missing_message_text(cause: MissingMessage, context: Context) -> list[str]:
     source, destination = cause.call.ends or (-1, -1)
     op = "send" if cause.rank == source else "recv"
     waiting = destination if cause.rank == source else source
-    never = "never" if cause.has_dump else "may never have"
-    lines = [
-        f"Rank {cause.rank} {never} issued the {op} of {_call_text(context, cause.call)}.",
-        *_waiting_text(context, [waiting]),
-    ]
-    if cause.has_dump:
-        return lines
     return [
-        *lines,
-        (
-            f"Rank {cause.rank} left no dump. If it issued the {op}, suspect its device, that of"
-            f" rank {waiting}, or the network between them."
-        ),
+        f"Rank {cause.rank} never issued the {op} of {_call_text(context, cause.call)}.",
+        *_waiting_text(context, [waiting]),
     ]
 
 
@@ -264,6 +254,16 @@ def _unknown_text(cause: IncompleteCall) -> list[str]:
             f"Look at {ranks_phrase(cause.older)} first: a process that is stopped or dead writes"
             " no new dump."
         )
+    if cause.have_reached and cause.absent and not cause.unknown:
+        has, they = agree(cause.absent, "has", "have"), agree(cause.absent, "it", "they")
+        return [
+            *lines,
+            (
+                f"The culprit is unknown. All ranks with a dump have reached this call:"
+                f" {ranks_phrase(cause.absent)} {has} not, or {they} {has} and the network between"
+                " the ranks is the cause."
+            ),
+        ]
     return [
         *lines,
         (
