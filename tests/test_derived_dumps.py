@@ -15,6 +15,7 @@ from test_nccl_dumps import (
     KINDS,
     MISSING,
     NOT_KNOWN,
+    PARTIAL,
     TABLE,
     TOGETHER,
     VICTIM,
@@ -26,6 +27,8 @@ from test_nccl_dumps import (
 from test_nccl_runs import unpacked
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.flight_recorder.verdict import consult_dumps
+
+HANGS = ["endless_ddp", "endless_fsdp2", "endless_pipeline", "opposite_groups", "stuck_cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -484,6 +487,42 @@ def test_aborted_communicators(
     assert verdict.culprits == (() if job != "stuck_cpu" else (VICTIM,))
 
 
+@pytest.mark.parametrize("kind", ["all", "active"])
+@pytest.mark.parametrize("job", HANGS)
+def test_communicators_aborted_on_all_ranks(
+    dumps: Path, tmp_path: Path, job: str, kind: str
+) -> None:
+    """If all ranks abort their communicators before they write their dumps, nothing is pending. No
+    watchdog confirms the last calls, so the job is not called healthy."""
+    ranks = read(dumps / job / kind)
+    for dump in ranks.values():
+        for entry in dump["entries"]:
+            entry["state"] = "completed"  # and not retired, if it was pending
+        if kind == "active":
+            dump["entries"] = []
+    verdict = diagnosed(tmp_path, ranks)
+    assert (conclusion(verdict), verdict.certainty) == (PARTIAL, "unknown")
+    assert verdict.explanation[0].startswith("No call is pending in the dumps. But the watchdog of")
+    assert "A hang is not excluded, and the culprit is unknown." in verdict.explanation
+
+
+@pytest.mark.parametrize(("took_s", "expected"), [(3, HEALTHY), (8, PARTIAL)])
+def test_retired_calls_that_timed_out(
+    dumps: Path, tmp_path: Path, took_s: int, expected: tuple[str, tuple[int, ...]]
+) -> None:
+    """The watchdog also retires calls that it aborted after their timeout (8 s): if the last calls
+    took so long, the job is not called healthy."""
+    ranks = read(dumps / "endless_ddp" / "all")
+    for dump in ranks.values():
+        dump["pg_status"]["0"]["last_completed_collective"] = 25
+        for entry in dump["entries"]:
+            if entry["state"] != "completed":
+                completed_ns = entry["time_created_ns"] + took_s * 1_000_000_000
+                entry |= {"state": "completed", "retired": True}
+                entry["time_discovered_completed_ns"] = completed_ns
+    assert conclusion(diagnosed(tmp_path, ranks)) == expected
+
+
 def test_a_device_that_no_rank_waits_for(dumps: Path, tmp_path: Path) -> None:
     """With timing, a call that no device has reached is pending, although no rank is in a call."""
     ranks = {
@@ -531,8 +570,6 @@ def test_entries_without_times(dumps: Path, tmp_path: Path, job: str, kind: str)
 
 
 # -- the age of dumps ------------------------------------------------------------------------------
-
-HANGS = ["endless_ddp", "endless_fsdp2", "endless_pipeline", "opposite_groups", "stuck_cpu"]
 
 
 def written_after(folder: Path, ranks: dict[int, Dump], age_s: float, **other_s: float) -> Verdict:

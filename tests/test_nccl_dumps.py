@@ -26,7 +26,7 @@ from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.flight_recorder.verdict import consult_dumps
 
 Dump = dict[str, Any]
-HEALTHY, TOGETHER = ("healthy", ()), ("together", ())
+HEALTHY, TOGETHER, PARTIAL = ("healthy", ()), ("together", ()), ("partial", ())
 MISSING, MISMATCH, DEADLOCK = ("missing", (2,)), ("mismatch", (2,)), ("deadlock", (2,))
 UNKNOWN = ("missing", ())
 NOT_KNOWN = ("missing", ())
@@ -39,7 +39,8 @@ TABLE: dict[str, tuple[tuple[str, tuple[int, ...]] | None, ...]] = {
     "healthy_ddp": (HEALTHY, HEALTHY, HEALTHY, None),
     "healthy_fsdp2": (HEALTHY, HEALTHY, HEALTHY, None),
     # the job progresses; without timing, dumps do not show that a device is slow
-    "slow_ddp": (HEALTHY, HEALTHY, HEALTHY, None),
+    # the status of active dumps shows calls that no watchdog has confirmed: perhaps aborted ones
+    "slow_ddp": (HEALTHY, PARTIAL, PARTIAL, None),
     # replays of a graph are not recorded
     "replay_skipped": (HEALTHY, HEALTHY, HEALTHY, None),
     # the job goes on after it; active entries show only the progress

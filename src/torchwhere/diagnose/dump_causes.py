@@ -23,6 +23,13 @@ class NothingPending(Cause):
 
 
 @dataclass(frozen=True, slots=True)
+class UnconfirmedCalls(Cause):
+    """Nothing is pending, but the last calls of some ranks may have been aborted."""
+
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressedMeanwhile(Cause):
     """Some dumps are older than others: the job progressed while they were written."""
 

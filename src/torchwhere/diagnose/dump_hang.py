@@ -42,6 +42,7 @@ from torchwhere.diagnose.dump_causes import (
     OrderCohort,
     ProgressedMeanwhile,
     ReferredCall,
+    UnconfirmedCalls,
     UnreachedByAll,
     UnreachedCall,
 )
@@ -72,7 +73,10 @@ def without_absent(finding: Finding, context: Context) -> Finding:
 
 
 def no_hang(cause: Cause, unwatched: Collection[int]) -> Finding:
-    """The finding on dumps that show no hang: a rank without a dump may hang."""
+    """The finding on dumps that show no hang: a rank without a dump, or one whose calls may have
+    been aborted, may hang."""
+    if not unwatched and isinstance(cause, UnconfirmedCalls):
+        return Finding(VerdictKind.PARTIAL, cause, certainty=Certainty.UNKNOWN)
     if not unwatched:
         return Finding(VerdictKind.HEALTHY, cause, certainty=Certainty.INFERRED)
     ranks = tuple(sorted(unwatched))
@@ -198,7 +202,9 @@ class _HangSearch:
         if self.graph.ranks and not self.graph.places:
             return self._unreached()
         cause: Cause = NothingPending()
-        if any(rank_progress.pending for rank_progress in progress.ranks.values()):
+        if progress.unconfirmed:
+            cause = UnconfirmedCalls(progress.unconfirmed)
+        elif any(rank_progress.pending for rank_progress in progress.ranks.values()):
             outdated = [rank for rank, groups in sorted(progress.outdated.items()) if groups]
             cause = ProgressedMeanwhile(tuple(outdated))
         return no_hang(cause, progress.unwatched)

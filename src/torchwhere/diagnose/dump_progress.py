@@ -92,6 +92,7 @@ class JobProgress:
     joined: Mapping[str, int]
     incomplete: frozenset[int] = frozenset()  # ranks whose dump was cut while it was written
     unwatched: frozenset[int] = frozenset()  # ranks without a dump, or with an empty one
+    unconfirmed: tuple[int, ...] = ()  # ranks whose last calls ended, and may have been aborted
 
     @cached_property
     def outdated(self) -> dict[int, frozenset[str]]:

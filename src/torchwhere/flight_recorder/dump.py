@@ -75,6 +75,8 @@ class DumpEntry:
     dtype: str | None
     state: str
     is_retired: bool
+    completed_ns: int  # when the recorder saw that it was complete; 0: not known
+    timeout_ms: int  # 0: not known
     line: str | None  # of the user's code, with the full path
     place: dict[str, Any] | None  # torchwhere's own data, if it wrote the dump
 
@@ -332,6 +334,8 @@ def _entry(value: Any, lines: dict[int, str | None]) -> DumpEntry:
         dtype=PUBLIC_DTYPES.get(dtype, dtype.lower()) or None,
         state=state if state in _STATES else "scheduled",
         is_retired=value.get("retired") is True,
+        completed_ns=max(0, _lenient(value.get("time_discovered_completed_ns"))),
+        timeout_ms=max(0, _lenient(value.get("timeout_ms"))),
         line=_line(value.get("frames"), lines),
         place=own if type(own) is dict else None,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torchwhere.blackbox.box import Box, Cursor
 from torchwhere.blackbox.file_format import EntryType
 from torchwhere.diagnose.dump_progress import MessageCount, MessageStream, PendingCall
+from torchwhere.flight_recorder.confirmation import Confirmation
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class DumpBox(Box):
     # watchdog last looked.
     unconfirmed: list[PendingCall] = field(default_factory=list)
     doubted: list[PendingCall] = field(default_factory=list)  # those that count as pending
+    confirmation: Confirmation = field(default_factory=Confirmation)
     messages: dict[MessageStream, MessageCount] = field(default_factory=dict)
     descs: dict[str, str] = field(default_factory=dict)  # of groups
     group_ids: dict[str, int] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.dump_progress import JobProgress, PendingCall, RankProgress
+from torchwhere.flight_recorder.confirmation import unconfirmed_ranks
 from torchwhere.flight_recorder.dump_box import DumpBox
 from torchwhere.flight_recorder.dumps import Dumps
 
@@ -49,7 +50,17 @@ def job_progress(run: Dumps) -> JobProgress:
         for rank, box in run.dumps.items()
     }
     cut = [box.rank for box in run.unreadable if isinstance(box, DumpBox)]
-    return JobProgress(ranks, members, joined, frozenset(cut), frozenset(run.unwatched))
+    return JobProgress(
+        ranks, members, joined, frozenset(cut), frozenset(run.unwatched), unconfirmed(run)
+    )
+
+
+def unconfirmed(run: Dumps) -> tuple[int, ...]:
+    """Ranks whose last calls ended without proof that they completed."""
+    return unconfirmed_ranks(
+        {rank: box.confirmation for rank, box in run.dumps.items()},
+        {rank: box.status for rank, box in run.dumps.items()},
+    )
 
 
 def _members(run: Dumps) -> dict[str, tuple[int, ...]]:

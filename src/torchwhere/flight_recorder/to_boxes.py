@@ -21,6 +21,7 @@ from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, stored_line
 from torchwhere.diagnose.dump_progress import MessageCount, PendingCall
+from torchwhere.flight_recorder.confirmation import confirmation_of
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
 from torchwhere.flight_recorder.dump_box import Account, DumpBox
 from torchwhere.flight_recorder.limits import LARGEST, is_number
@@ -61,6 +62,7 @@ class _Converter:
             lists_only_active=dump.lists_only_active,
             has_timing=dump.has_timing and not dump.is_of_gloo,
             written_ns=dump.written_ns,
+            confirmation=confirmation_of(dump),
         )
         names = dump.group_names
         self.box.status = {names[i]: status for i, status in dump.status.items() if i in names}

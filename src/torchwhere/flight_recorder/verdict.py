@@ -23,7 +23,7 @@ from torchwhere.diagnose.dump_causes import NothingPending
 from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, JobContinued, UnseenHangs
 from torchwhere.diagnose.dump_hang import find_dump_hang, no_hang, without_absent
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
-from torchwhere.flight_recorder.progress import job_progress
+from torchwhere.flight_recorder.progress import job_progress, unconfirmed
 from torchwhere.render.verdict_text.assemble import verdict_of
 
 _UNKNOWN = -2  # a number of a call that is not known; -1: none
@@ -102,7 +102,7 @@ def _mismatch(diagnosis: Diagnosis, run: Dumps) -> Verdict:
     finding = replace(finding, cause=cause, blocked=frozenset(blocked))
     context = replace(diagnosis.context, waits={})
     verdict = verdict_of(Diagnosis(context, finding))
-    if blocked:
+    if blocked or unconfirmed(run):
         return verdict
     return replace(verdict, explanation=(*verdict.explanation, str(JobContinued())))
 

@@ -57,6 +57,7 @@ from torchwhere.diagnose.dump_causes import (
     MissingMessage,
     NothingPending,
     ProgressedMeanwhile,
+    UnconfirmedCalls,
     UnreachedByAll,
     UnreachedCall,
 )
@@ -260,6 +261,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     PartlyWatched: _partly_watched_text,
     EndedUnfinished: _ended_unfinished_text,
     NothingPending: dumps.nothing_pending_text,
+    UnconfirmedCalls: dumps.unconfirmed_calls_text,
     ProgressedMeanwhile: dumps.progressed_meanwhile_text,
     JustIssued: dumps.just_issued_text,
     MissingMessage: dumps.missing_message_text,

@@ -17,6 +17,7 @@ from torchwhere.diagnose.dump_causes import (
     NothingPending,
     ProgressedMeanwhile,
     ReferredCall,
+    UnconfirmedCalls,
     UnreachedByAll,
     UnreachedCall,
 )
@@ -43,6 +44,21 @@ _SET_TIMING = (
 
 def nothing_pending_text(cause: NothingPending, context: Context) -> list[str]:
     return [str(DumpsAgree(len(context.run.boxes)))]
+
+
+def unconfirmed_calls_text(cause: UnconfirmedCalls, context: Context) -> list[str]:
+    its = agree(cause.ranks, "its last calls", "their last calls")
+    return [
+        (
+            f"No call is pending in the dumps. But the watchdog of {ranks_phrase(cause.ranks)} has"
+            f" not confirmed that {its} completed: they may have been aborted before the dump."
+        ),
+        "A hang is not excluded, and the culprit is unknown.",
+        (
+            "Look at: the first NCCL error or timeout in the logs. If the job runs, write all dumps"
+            " again after some seconds."
+        ),
+    ]
 
 
 def partly_dumped_text(cause: PartlyWatched, context: Context, of_dumps: list[str]) -> list[str]:
