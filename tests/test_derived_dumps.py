@@ -569,6 +569,65 @@ def test_entries_without_times(dumps: Path, tmp_path: Path, job: str, kind: str)
         assert verdict.culprits == dict(zip(KINDS, TABLE[job], strict=True))[kind][1]
 
 
+# -- mismatches that are over ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [0, VICTIM], ids=["another rank", "the same rank"])
+@pytest.mark.parametrize(
+    ("job", "has_timing"), [("stuck_cpu", False), ("endless_ddp", False), ("endless_ddp", True)]
+)
+def test_a_hang_after_a_mismatch(
+    dumps: Path, tmp_path: Path, job: str, has_timing: bool, other: int
+) -> None:
+    """A mismatch in a call that completed long ago does not hide a later hang; it is mentioned."""
+    ranks = read(dumps / job / "all")
+    if has_timing:
+        ranks = {rank: with_timing(ranks[rank], has_reached=rank != VICTIM) for rank in ranks}
+    expected = conclusion(diagnosed(tmp_path / "before", ranks))
+    entry = next(e for e in ranks[other]["entries"] if e["collective_seq_id"] == 8)
+    entry |= {"input_sizes": [[7]], "output_sizes": [[7]]}
+    verdict = diagnosed(tmp_path / "after", ranks)
+    assert conclusion(verdict) == expected
+    assert expected == (MISSING if job == "stuck_cpu" or has_timing else TOGETHER)
+    assert (
+        f'Earlier, rank {other} differed in #7 of group "default" (shape). All ranks have completed'
+        " that call and agree since then, so it does not explain the hang."
+    ) in verdict.explanation
+
+
+@pytest.mark.parametrize("number", [22, 23])
+def test_a_hang_because_of_a_mismatch(dumps: Path, tmp_path: Path, number: int) -> None:
+    """A mismatch in the call that hangs, or in the last call before it, may be the cause: it is the
+    verdict."""
+    ranks = read(dumps / "endless_ddp" / "all")
+    entries = ranks[1]["entries"]
+    next(e for e in entries if e["collective_seq_id"] == number)["input_sizes"] = [[7]]
+    assert conclusion(diagnosed(tmp_path, ranks)) == ("mismatch", (1,))
+
+
+@pytest.mark.parametrize("has_frames", [True, False])
+def test_a_call_too_many_between_equal_calls(dumps: Path, tmp_path: Path, has_frames: bool) -> None:
+    """A rank that issued one call too many long ago waits in the end for all others. If all calls
+    look alike, nothing shows that they agree again, and the others are not blamed."""
+    ranks = read(dumps / "stuck_cpu" / "all")
+    template = ranks[0]["entries"][-1] | {"state": "completed", "retired": True}
+    for rank, dump in ranks.items():
+        dump["entries"] = [
+            template | {"record_id": number - 1, "collective_seq_id": number}
+            for number in range(1, 31 + (rank == VICTIM))
+        ]
+        status = dump["pg_status"]["0"]
+        status["last_enqueued_collective"] = status["last_completed_collective"] = 30
+        if not has_frames:
+            dump["entries"] = [entry | {"frames": []} for entry in dump["entries"]]
+    last = ranks[VICTIM]["entries"][-1]
+    last |= {"state": "scheduled", "retired": False}
+    ranks[VICTIM]["pg_status"]["0"]["last_enqueued_collective"] = 31
+    ranks[VICTIM]["entries"][9]["input_sizes"] = [[7]]
+    verdict = diagnosed(tmp_path, ranks)
+    assert conclusion(verdict) == ("mismatch", (VICTIM,)), verdict.explanation
+
+
 # -- the age of dumps ------------------------------------------------------------------------------
 
 

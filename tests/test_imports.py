@@ -29,6 +29,7 @@ PACKAGES = (
     "diagnose.call_graph",
     "diagnose.dump_causes",
     "diagnose.dump_hang",
+    "diagnose.dump_mismatch",
     "diagnose.dump_age",
     "diagnose.groups",
     "diagnose.device_time",

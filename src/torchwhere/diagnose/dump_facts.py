@@ -31,6 +31,16 @@ class JobContinued(DumpFact):
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierMismatch(DumpFact):
+    """A mismatch that is over: its call is complete, and the ranks agree after it."""
+
+    ranks: Ranks  # of the smaller side; all of them in a tie
+    group: str
+    number: int
+    differs_in: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CompletedCalls(DumpFact):
     """The last completed call of a group, with the ranks that completed it; -1: none."""
 

@@ -16,12 +16,19 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.worker_pool import Progress
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import shown_ranks
-from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls
+from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls, first_mismatch
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.diagnose.dump_age import checked_by_age
-from torchwhere.diagnose.dump_causes import NothingPending
-from torchwhere.diagnose.dump_facts import CompletedCalls, DumpCaveat, JobContinued, UnseenHangs
+from torchwhere.diagnose.dump_causes import JustIssued, NothingPending
+from torchwhere.diagnose.dump_facts import (
+    CompletedCalls,
+    DumpCaveat,
+    EarlierMismatch,
+    JobContinued,
+    UnseenHangs,
+)
 from torchwhere.diagnose.dump_hang import find_dump_hang, no_hang, without_absent
+from torchwhere.diagnose.dump_mismatch import current_mismatches
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
 from torchwhere.flight_recorder.progress import job_progress, unconfirmed
 from torchwhere.render.verdict_text.assemble import verdict_of
@@ -80,7 +87,12 @@ def _diagnosed(run: Dumps) -> Verdict:
     # every wait counts, unless the time of the file shows that it had only begun.
     diagnosis = examine(run, now_ns=run.moment_ns, stall_s=0.0)
     if diagnosis.finding.kind is VerdictKind.MISMATCH:
-        return _mismatch(diagnosis, run)
+        return _later_hang(diagnosis, run) or _mismatch(diagnosis, run)
+    return verdict_of(_hang(diagnosis, run))
+
+
+def _hang(diagnosis: Diagnosis, run: Dumps) -> Diagnosis:
+    """What the dumps show, apart from ranks that differ."""
     if run.shows_pending:
         diagnosis = Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run)))
     elif diagnosis.finding.kind in (VerdictKind.TOGETHER, *NO_FAULT):
@@ -90,7 +102,29 @@ def _diagnosed(run: Dumps) -> Verdict:
     context = diagnosis.context
     finding = without_absent(diagnosis.finding, context)
     written_ns = {rank: box.written_ns for rank, box in run.dumps.items()}
-    return verdict_of(Diagnosis(context, checked_by_age(context, finding, written_ns)))
+    return Diagnosis(context, checked_by_age(context, finding, written_ns))
+
+
+def _later_hang(diagnosis: Diagnosis, run: Dumps) -> Verdict | None:
+    """The verdict on a hang after mismatches that are over, or on the first one that is not over;
+    None if there is no hang, or the first mismatch may be its cause."""
+    context, cause = diagnosis.context, diagnosis.finding.cause
+    if not run.pending or not run.shows_pending or not isinstance(cause, DifferentCalls):
+        return None
+    current = current_mismatches(context.job_calls, job_progress(run))
+    if cause.mismatch in current:
+        return None
+    if current:
+        verdict = _mismatch(Diagnosis(context, first_mismatch(context, current)), run)
+    else:
+        hang = _hang(diagnosis, run)
+        if hang.finding.kind in NO_FAULT or isinstance(hang.finding.cause, JustIssued):
+            return None
+        verdict = verdict_of(hang)
+    mismatch = cause.mismatch
+    title = context.title(mismatch.key)
+    fact = EarlierMismatch(mismatch.culprits, title, mismatch.number, cause.differs_in)
+    return replace(verdict, explanation=(*verdict.explanation, str(fact)))
 
 
 def _mismatch(diagnosis: Diagnosis, run: Dumps) -> Verdict:

@@ -40,6 +40,7 @@ from torchwhere.diagnose.dump_facts import (
     DeviceStates,
     DumpCaveat,
     DumpsAgree,
+    EarlierMismatch,
     GlooLimits,
     GroupLost,
     JobContinued,
@@ -235,6 +236,14 @@ def _dumps_agree(fact: DumpsAgree) -> str:
     return f"The dumps of {fact.ranks} ranks agree, and nothing in them is pending."
 
 
+def _earlier_mismatch(fact: EarlierMismatch) -> str:
+    return (
+        f'Earlier, {ranks_phrase(fact.ranks)} differed in #{fact.number} of group "{fact.group}"'
+        f" ({', '.join(fact.differs_in)}). All ranks have completed that call and agree since then,"
+        " so it does not explain the hang."
+    )
+
+
 def _completed_calls(fact: CompletedCalls) -> str:
     done = "; ".join(
         _on_ranks(
@@ -318,6 +327,7 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     LayoutsEqual: "all ranks are laid out alike",
     # dumps
     DumpsAgree: _dumps_agree,
+    EarlierMismatch: _earlier_mismatch,
     JobContinued: "The job continued after it: nothing in the dumps is pending.",
     CompletedCalls: _completed_calls,
     DeviceStates: _device_states,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -66,10 +67,13 @@ class DifferentCalls(Cause):
 
 def find_mismatch(context: Context) -> Finding | None:
     """The first call of the culprits that differs."""
+    differences = mismatches(context.job_calls)
+    return first_mismatch(context, differences) if differences else None
+
+
+def first_mismatch(context: Context, differences: Sequence[Mismatch]) -> Finding:
+    """The finding on the first of some differences."""
     job_calls = context.job_calls
-    differences = mismatches(job_calls)
-    if not differences:
-        return None
     first = min(
         differences,
         key=lambda difference: job_calls.by_rank[difference.culprits[0]].order(
