@@ -58,7 +58,10 @@ class RankProgress:
     messages: Mapping[MessageStream, MessageCount]
     has_timing: bool
     is_of_gloo: bool  # the CPU itself waits in a call, so a pending call is one that it has reached
-    counts_messages: bool  # whether it lists all messages from the first one
+    counts_messages: bool  # whether it lists all messages, from the first to the last one
+    # groups whose last calls it does not list, and that no watchdog saw complete: if they were
+    # aborted, the rank issues no more calls although it is healthy
+    unsure: frozenset[str] = frozenset()
 
     @property
     def has_reached(self) -> bool:
@@ -231,7 +234,8 @@ class JobProgress:
             return self._has_message(progress, call.meeting, call.number, call.ends)
         if call.group in self.outdated[rank] or call.group not in progress.issued:
             return None
-        return progress.issued[call.group] > call.number
+        has_issued = progress.issued[call.group] > call.number
+        return None if not has_issued and call.group in progress.unsure else has_issued
 
     def _has_message(
         self, progress: RankProgress, stream: MessageStream, number: int, ends: tuple[int, int]

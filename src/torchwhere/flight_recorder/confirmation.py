@@ -32,6 +32,7 @@ class Confirmation:
     messages: frozenset[str] = frozenset()  # groups with unconfirmed messages
     # groups whose calls are not listed: issued and completed ones, by the status
     unlisted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    lists_all: bool = True  # whether it lists the last call of each group that its status counts
 
 
 def confirmation_of(dump: Dump) -> Confirmation:
@@ -41,9 +42,11 @@ def confirmation_of(dump: Dump) -> Confirmation:
     confirmed: dict[tuple[str, bool], int] = {}
     ended: dict[tuple[str, bool], int] = {}
     mixed = {entry.group for entry in dump.entries if entry.is_p2p}
+    listed: dict[str, int] = {}
     names = dump.group_names
     status = {names.get(pg_id, f"#{pg_id}"): known for pg_id, known in dump.status.items()}
     for entry in dump.entries:
+        listed[entry.group] = max(listed.get(entry.group, -1), entry.seq)
         if entry.state != "completed":  # also inside a batch: the entry that ends it has the state
             continue
         completed = status.get(entry.group, (-1, -1, -1))[2] if entry.group not in mixed else -1
@@ -57,7 +60,12 @@ def confirmation_of(dump: Dump) -> Confirmation:
         {group: number for (group, is_p2p), number in confirmed.items() if not is_p2p},
         {group: ended[group, is_p2p] for group, is_p2p in open_ends if not is_p2p},
         frozenset(group for group, is_p2p in open_ends if is_p2p),
-        _unlisted(dump, status),
+        unlisted={
+            group: (issued, completed)
+            for group, (issued, _, completed) in status.items()
+            if issued > max(completed, listed.get(group, -1))
+        },
+        lists_all=all(issued <= listed.get(group, -1) for group, (issued, _, _) in status.items()),
     )
 
 
@@ -73,19 +81,6 @@ def _is_recent(entry: DumpEntry, written_ns: int | None) -> bool:
     end of a call that is not retired when it writes the dump."""
     end_ns = entry.completed_ns or written_ns or 0
     return 0 < entry.t_ns <= end_ns < entry.t_ns + _MOMENT_NS
-
-
-def _unlisted(dump: Dump, status: Mapping[str, tuple[int, int, int]]) -> dict[str, tuple[int, int]]:
-    """The status of groups that have issued more than the dump lists and the watchdog saw
-    complete."""
-    listed: dict[str, int] = {}
-    for entry in dump.entries:
-        listed[entry.group] = max(listed.get(entry.group, -1), entry.seq)
-    return {
-        group: (issued, completed)
-        for group, (issued, _, completed) in status.items()
-        if issued > max(completed, listed.get(group, -1))
-    }
 
 
 def unconfirmed_ranks(

@@ -45,7 +45,8 @@ def job_progress(run: Dumps) -> JobProgress:
             messages=box.messages,
             has_timing=box.has_timing and not box.doubted,
             is_of_gloo=box.is_of_gloo,
-            counts_messages=not box.lists_only_active and not box.lost_messages,
+            counts_messages=_counts_messages(box),
+            unsure=frozenset(box.confirmation.unlisted),
         )
         for rank, box in run.dumps.items()
     }
@@ -53,6 +54,12 @@ def job_progress(run: Dumps) -> JobProgress:
     return JobProgress(
         ranks, members, joined, frozenset(cut), frozenset(run.unwatched), unconfirmed(run)
     )
+
+
+def _counts_messages(box: DumpBox) -> bool:
+    """Whether a dump lists all messages of its rank, and no message may have been aborted."""
+    lists_all = not box.lists_only_active and not box.lost_messages and not box.is_blank
+    return lists_all and box.confirmation.lists_all and not box.confirmation.messages
 
 
 def unconfirmed(run: Dumps) -> tuple[int, ...]:
