@@ -660,6 +660,69 @@ def test_a_call_too_many_between_equal_calls(dumps: Path, tmp_path: Path, has_fr
     assert conclusion(verdict) == ("mismatch", (VICTIM,)), verdict.explanation
 
 
+# -- two promises ----------------------------------------------------------------------------------
+
+
+def aborted(dump: Dump) -> Dump:
+    return dump | {"entries": [entry | {"state": "completed"} for entry in dump["entries"]]}
+
+
+def cut_to(count: int) -> Callable[[Dump], Dump]:
+    return lambda dump: dump | {"entries": dump["entries"][:count]}
+
+
+LOSSES: dict[str, Callable[[Dump], Dump]] = {
+    "only active": only_active,
+    "no status": lambda dump: dump | {"pg_status": {}},
+    "no entries": lambda dump: dump | {"entries": []},
+    "no data": lambda dump: dump | {"entries": [], "pg_status": {}},
+    "aborted": aborted,
+    "last entry lost": cut_to(-1),
+    "last four entries lost": cut_to(-4),
+    "only three entries": cut_to(3),
+    "first entry lost": lambda dump: dump | {"entries": dump["entries"][1:]},
+}
+
+
+def check_promises(folder: Path, job: str, ranks: dict[int, Dump]) -> None:
+    verdict = diagnosed(folder, ranks)
+    assert set(verdict.culprits) <= {VICTIM}, verdict.explanation
+    has_hang = job not in ("healthy_ddp", "healthy_fsdp2", "slow_ddp", "replay_skipped")
+    assert verdict.kind != "healthy" or not has_hang or job == "wrong_size", verdict.explanation
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("job", ["endless_pipeline", "stuck_cpu"])
+def test_losses_on_all_ranks(dumps: Path, tmp_path: Path, job: str, loss: str) -> None:
+    """Whatever all dumps of a hang have lost, no healthy rank is named, and it is not called
+    healthy."""
+    ranks = read(dumps / job / "all")
+    check_promises(tmp_path, job, {rank: LOSSES[loss](dump) for rank, dump in ranks.items()})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        *(("all", loss) for loss in LOSSES),
+        # without the first call in flight, nothing shows that the order was another one
+        *(("active", loss) for loss in LOSSES if loss != "first entry lost"),
+    ],
+)
+@pytest.mark.parametrize("job", TABLE)
+def test_losses(dumps: Path, tmp_path: Path, job: str, loss: str, kind: str) -> None:
+    """Whatever the dumps of one rank, or of all, have lost, and with one dump missing too, no
+    healthy rank is named, and no hang is called healthy."""
+    ranks = read(dumps / job / kind)
+    for rank in ranks:
+        lossy = ranks | {rank: LOSSES[loss](ranks[rank])}
+        check_promises(tmp_path / f"{rank}", job, lossy)
+        for absent in ranks.keys() - {rank}:
+            some = {other: dump for other, dump in lossy.items() if other != absent}
+            check_promises(tmp_path / f"{rank} without {absent}", job, some)
+    check_promises(tmp_path / "all", job, {rank: LOSSES[loss](ranks[rank]) for rank in ranks})
+
+
 # -- the age of dumps ------------------------------------------------------------------------------
 
 
