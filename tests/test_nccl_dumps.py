@@ -270,6 +270,24 @@ def test_which_rank_to_look_at(failures: Path) -> None:
         ) in lines
 
 
+@pytest.mark.parametrize("uncollected", OTHERS)
+def test_failures_and_a_healthy_rank_look_the_same(
+    failures: Path, tmp_path: Path, uncollected: int
+) -> None:
+    """Four healthy ranks in a slow call, of which one dump was not collected, leave the dumps that
+    the three other ranks of a failed one leave. So neither rank can be named."""
+    for name in ("device_assert", "illegal_address", "illegal_address_unexplained", "raised"):
+        folder = tmp_path / name
+        shutil.copytree(failures / name, folder)
+        dumps = {rank: folder / f"flight_recorder_rank_{rank}" for rank in range(4)}
+        shutil.copy2(dumps[uncollected], dumps[VICTIM])  # rank 2 is in the call, like the others
+        dumps[uncollected].unlink()
+        verdicts = consult_dumps(failures / name), consult_dumps(folder)
+        assert [conclusion(verdict) for verdict in verdicts] == [NOT_KNOWN, NOT_KNOWN]
+        assert [verdict.certainty for verdict in verdicts] == ["unknown", "unknown"]
+        assert f"Look at rank {uncollected} first" in "\n".join(verdicts[1].explanation)
+
+
 def test_aborted_calls(failures: Path) -> None:
     """A call that was complete only when the dump was written, and that another rank has not
     completed, was aborted."""
