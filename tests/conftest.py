@@ -17,6 +17,7 @@ import torch
 
 import leaks
 from rank_pool import Pool
+from simulated_programs import Tools, make_tools
 from warm_python import WarmPython
 
 torch.set_num_threads(1)
@@ -106,6 +107,11 @@ def warm() -> Iterator[WarmPython]:
     python = WarmPython()
     yield python
     python.close()
+
+
+@pytest.fixture(scope="session")
+def tools(warm: WarmPython, library: Path, tmp_path_factory: pytest.TempPathFactory) -> Tools:
+    return make_tools(warm, library, tmp_path_factory.mktemp("device"))
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ uint64_t now_ns() {
 std::atomic<bool> is_initialized{false}, is_captured{false}, is_lost{false}, is_blocked{false};
 std::atomic<bool> is_released{false};  // ends the kernels that do not end
 std::atomic<size_t> queue_length{SIZE_MAX};  // tasks that a stream takes before it blocks the CPU
-std::atomic<int> queries{0};
+std::atomic<int> queries{0}, copies{0};
 
 void wait_until(const std::function<bool()>& is_true) {
   while (!is_true()) std::this_thread::sleep_for(LOOK_EVERY);
@@ -195,7 +195,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
+// Memory that the device can copy to while the CPU continues.
+struct PinnedMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = malloc(bytes);
+    return {data, data, &free, c10::Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+
 struct Hooks final : at::PrivateUse1HooksInterface {
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static auto* memory = new PinnedMemory;
+    return memory;
+  }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return is_initialized; }
@@ -255,8 +271,17 @@ at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), options);
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  on_host(to).copy_(on_host(from));
+// A copy that does not block takes place when the current stream comes to it.
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (!non_blocking || to.device().type() == TYPE) {
+    on_host(to).copy_(on_host(from));
+    return to;
+  }
+  ++copies;
+  auto* source = from.const_data_ptr();
+  queue_of(current_stream()).push([from, to, source] {
+    std::memcpy(to.mutable_data_ptr(), source, to.nbytes());
+  });
   return to;
 }
 
@@ -439,5 +464,6 @@ PYBIND11_MODULE(simulated_device, module) {
   module.def("capture", [](bool value) { is_captured = value; });
   module.def("lose", [] { is_lost = true; });
   module.def("block_queries", [](bool value) { is_blocked = value; });
+  module.def("copies", [] { return copies.load(); });
   module.def("queries", [] { return queries.load(); });
 }

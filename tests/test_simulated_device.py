@@ -7,20 +7,17 @@ NCCL and CUDA can show is in `test_gpu.py`.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import torchwhere
 from simulated_jobs import JOBS
+from simulated_programs import PROGRAM, Tools
 from torchwhere.blackbox.device import device_times, device_waits
 from torchwhere.blackbox.reader import read_box
 from torchwhere.core.errors import TorchwhereError
@@ -28,7 +25,7 @@ from torchwhere.core.events import Kind
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.native import build as building
 from torchwhere.pipeline.verdict import diagnose_folder
-from warm_python import Program, WarmPython
+from warm_python import Program
 
 pytestmark = pytest.mark.exhaustive  # two compilations
 
@@ -37,54 +34,6 @@ MOST_PENDING, MOST_LANES = 4096, 31  # as in device_events.h
 STALL_S = 4.0
 FOUND_S = 60.0  # a verdict is there after this long
 HEALTHY_S = 12.0  # a job without a fault is judged after this long
-PROGRAM = """
-import json, os, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[3])
-import torch, torch.distributed as dist, torchwhere
-from simulated_jobs import buffer, join_group, load_device
-from torchwhere.native.load import native
-
-library, folder = Path(sys.argv[1]), Path(sys.argv[2])
-sim, part = load_device(library), native()
-
-def settle(count):
-    "Wait until the harvester has seen so many marks."
-    deadline = time.monotonic() + 60
-    while part.device_status()["harvested"] < count:
-        assert time.monotonic() < deadline, part.device_status()
-        time.sleep(0.01)
-
-"""
-
-
-class Tools(NamedTuple):
-    """Starts programs that use the accelerator and the native extension."""
-
-    warm: WarmPython
-    library: Path  # the accelerator
-    env: dict[str, str]
-
-    def run(self, code: str, folder: Path) -> Any:
-        """Run a program to its end. Returns what it prints as JSON."""
-        done = self.warm.run(
-            "-c", PROGRAM + code, self.library, folder, HERE, cwd=folder, env=self.env, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        assert "hook" not in done.stderr, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def tools(warm: WarmPython, library: Path, tmp_path_factory: pytest.TempPathFactory) -> Tools:
-    shared = tmp_path_factory.mktemp("device") / "simulated_device.so"
-    command = building._command(building.check_tools(), "c++20", shared)
-    source = command.index(str(building.SOURCES / "native.cpp"))
-    command[source] = str(HERE / "simulated_device.cpp")
-    subprocess.run([*command, "-ltorch_python", "-ltorch"], check=True, timeout=400)
-    settings = {"TORCHWHERE_NATIVE": "1", "XDG_CACHE_HOME": str(library.parent.parent)}
-    ranks = {"RANK": "0", "WORLD_SIZE": "1"}
-    return Tools(warm, shared, os.environ | settings | ranks)
 
 
 # -- marks -----------------------------------------------------------------------------------------

@@ -94,10 +94,12 @@ def note(text: str, /, **fields: Any) -> None:
 
     Args:
         text: The text of the note.
-        **fields: Further values, of any type that JSON can hold.
+        **fields: Further values, of any type that JSON can hold, and tensors. Pass a tensor of a
+            GPU without `.item()`: the call does not wait for the GPU, and its numbers appear in the
+            note when the GPU has computed them.
 
     Example:
-        torchwhere.note("loss spike", loss=loss.item(), batch=index)
+        torchwhere.note("loss spike", loss=loss, batch=index)
     """
     session = current()
     if session is not None and not is_dynamo_compiling():

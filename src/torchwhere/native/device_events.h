@@ -7,12 +7,9 @@
 // that a stream takes a limited number of tasks: recording an event on a full stream waits, as any
 // other work on it does. The thread then holds neither the lock nor the GIL.
 //
-// This code uses c10's interface for any device, so it needs no headers of CUDA. It looks up two
-// functions of the runtime by name. One tells whether a stream is being captured into a graph. The
-// other keeps a query in this thread from breaking a capture in another thread.
+// This code uses c10's interface for any device, so it needs no headers of CUDA.
 #pragma once
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 
@@ -25,12 +22,13 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "box.h"
+#include "device_runtime.h"
 
 namespace torchwhere {
 
@@ -39,65 +37,6 @@ constexpr auto HARVEST_EVERY = std::chrono::milliseconds(20);
 constexpr auto STOP_WITHIN = std::chrono::seconds(1);
 // Elapsed times are 32-bit floats of ms: over 10 s they are exact to 1 us.
 constexpr double REBASE_MS = 10'000;
-
-// -- the runtime ----------------------------------------------------------------------------------
-
-// Functions of CUDA or HIP; null if the process has not loaded them.
-struct Runtime {
-  int (*is_capturing)(void* stream, int* status) = nullptr;
-  int (*exchange_capture_mode)(int* mode) = nullptr;
-
-  explicit Runtime(c10::DeviceType type) {
-    if (type != c10::DeviceType::CUDA && type != c10::DeviceType::HIP) return;
-    for (const char* prefix : {"cuda", "hip"}) {
-      std::string name(prefix);
-      is_capturing = find<decltype(is_capturing)>(name + "StreamIsCapturing");
-      exchange_capture_mode =
-          find<decltype(exchange_capture_mode)>(name + "ThreadExchangeStreamCaptureMode");
-      if (is_capturing != nullptr && exchange_capture_mode != nullptr) return;
-    }
-  }
-
- private:
-  template <typename Function>
-  static Function find(const std::string& name) {
-    return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name.c_str()));
-  }
-};
-
-template <typename Guard>
-auto generic_is_capturing(const Guard& guard, const c10::Stream& stream, int)
-    -> decltype(guard.isStreamCapturing(stream)) {
-  return guard.isStreamCapturing(stream);
-}
-template <typename Guard>
-bool generic_is_capturing(
-    const Guard&,
-    const c10::Stream&,
-    long) {  // a torch without this function, or a device without graphs
-  return false;
-}
-
-inline bool is_capturing(const c10::impl::VirtualGuardImpl& guard, const c10::Stream& stream) {
-  static const Runtime runtime(stream.device_type());
-  if (runtime.is_capturing == nullptr) return generic_is_capturing(guard, stream, 0);
-  int status = 0;
-  return runtime.is_capturing(stream.native_handle(), &status) != 0 || status != 0;
-}
-
-// Releases the GIL, if this thread has it.
-class WithoutGil {
- public:
-  WithoutGil() : thread_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutGil() {
-    if (thread_ != nullptr) PyEval_RestoreThread(thread_);
-  }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* thread_;
-};
 
 // -- events ---------------------------------------------------------------------------------------
 
@@ -184,10 +123,18 @@ struct DeviceEvents {
   // Why events are off for good: after an error of the device, nothing polls it again.
   std::string problem;
 
-  // Records an event on the current stream of a device. Called by training threads; never throws.
-  // Releases the GIL meanwhile, so the watch may have ended when this returns.
-  void record(c10::DeviceIndex index, uint64_t issued_ns, const Data& data) noexcept {
-    if (!is_on.load(std::memory_order_relaxed)) return;
+  bool record(c10::DeviceIndex index, uint64_t issued_ns, const Data& data) noexcept {
+    return record(index, issued_ns, data, [] {});
+  }
+
+  // Calls `launch`, which may enqueue work on the current stream of a device, and records an event
+  // after it. Returns false if no event was recorded; then `launch` was called only if there was an
+  // error, or if the watch has ended. Called by training threads; never throws. Releases the GIL
+  // meanwhile, so the watch may have ended when this returns.
+  template <typename Launch>
+  bool record(
+      c10::DeviceIndex index, uint64_t issued_ns, const Data& data, const Launch& launch) noexcept {
+    if (!is_on.load(std::memory_order_relaxed)) return false;
     WithoutGil without_gil;
     Lane<Data>* lane = nullptr;
     std::unique_ptr<Event> event;
@@ -197,32 +144,35 @@ struct DeviceEvents {
       bool is_captured = is_capturing(guard, stream);
       {
         std::lock_guard<std::mutex> locked(lock);
-        if (!is_on) return;
+        if (!is_on) return false;
         lane = is_captured ? nullptr : lane_of(stream);
         event = lane == nullptr ? nullptr : free_event(stream.device());
         if (event == nullptr) {
           ++(is_captured ? counts.captured : counts.skipped);
-          return;
+          return false;
         }
         ++recording;
       }
       event->issued_ns = issued_ns;
       event->data = data;
+      launch();
       event->event.record(stream);  // waits while the stream is full
     } catch (const std::exception& error) {
       fail(error.what());
     }
-    if (event == nullptr) return;
+    if (event == nullptr) return false;
     std::lock_guard<std::mutex> locked(lock);
     --recording;
     if (is_on) {
       if (has_ended) start_harvester();
       lane->pending.push_back(std::move(event));
       ++counts.recorded;
-    } else {
-      pool.push_back(std::move(event));
-      changed.notify_all();
+      return true;
     }
+    event->data = {};
+    pool.push_back(std::move(event));
+    changed.notify_all();
+    return false;
   }
 
   // Lets events be recorded. Returns false if there was an error before, or if the harvester or a
@@ -248,9 +198,12 @@ struct DeviceEvents {
     changed.notify_all();
     auto is_unused = [this] { return has_ended && recording == 0; };
     if (!changed.wait_for(guard, STOP_WITHIN, is_unused)) return false;
-    for (auto& lane : lanes)
-      for (auto& event : lane->pending)
+    for (auto& lane : lanes) {
+      for (auto& event : lane->pending) {
+        event->data = {};
         pool.push_back(std::move(event));  // an event may be recorded again at any time
+      }
+    }
     lanes.clear();
     return true;
   }
@@ -330,7 +283,7 @@ struct DeviceEvents {
         lane.pending.pop_front();
         ++counts.completed;
       }
-      Data data = event->data;
+      Data data = std::exchange(event->data, {});
       reader.completed(lane, data, clock_of(lane.device).time_of(event, polled_ns));
       std::lock_guard<std::mutex> guard(lock);
       if (event != nullptr) pool.push_back(std::move(event));
@@ -372,12 +325,8 @@ struct DeviceEvents {
           if (!is_running) break;
           if (!is_on) continue;
         }
-        if (!is_relaxed) {  // a query in this thread must not break a capture in another thread
-          Runtime runtime(type);
-          int mode = 2;  // relaxed
-          if (runtime.exchange_capture_mode != nullptr) runtime.exchange_capture_mode(&mode);
-          is_relaxed = true;
-        }
+        if (!is_relaxed) exchange_capture_mode(type, RELAXED);
+        is_relaxed = true;
         harvest_all();
       }
     } catch (const std::exception& error) {

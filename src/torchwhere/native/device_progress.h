@@ -10,6 +10,7 @@
 #include <ATen/Context.h>
 
 #include "device_events.h"
+#include "device_numbers.h"
 
 namespace torchwhere {
 
@@ -46,6 +47,7 @@ struct Mark {
   uint64_t place, step;
   // of a wait for several collectives: all but the last one, which is `call`
   std::shared_ptr<const std::vector<MarkedCall>> others = nullptr;
+  NumberCopyPtr numbers = nullptr;  // a copy before the mark
 };
 
 // Writes marks into the device sections of a box. All positions are indexes of words.
@@ -71,6 +73,7 @@ struct DeviceSections {
     if (mark.others != nullptr)
       for (const MarkedCall& call : *mark.others) reach(lane, mark.point, call, t_ns);
     reach(lane, mark.point, mark.call, t_ns);
+    if (mark.numbers != nullptr) mark.numbers->deliver(box);
   }
 
   void waits(const MarkLane& lane, size_t pending, const Mark* next) {
@@ -140,12 +143,40 @@ struct DeviceSections {
 // The marks of this process. `has_context` is true once the job itself has used the device: a mark
 // must not be the first use, which takes memory and forbids a later fork.
 struct DeviceProgress : DeviceEvents<DeviceSections> {
-  std::atomic<bool> has_context{false};
+  std::atomic<bool> has_context{false}, takes_numbers{false};
   std::atomic<uint64_t> contexts{0};  // bit i: device i has a context
 
   void mark(c10::DeviceIndex index, uint64_t t_ns, const Mark& mark) noexcept {
     has_context.store(true, std::memory_order_relaxed);
     record(index, t_ns, mark);
+  }
+
+  // Copies the numbers of a small tensor to the host, and marks the place after the copy. `delivery`
+  // gets the numbers in the harvester, without the GIL. Returns false if it will never get them.
+  bool read(const at::Tensor& tensor, Mark mark, Delivery delivery) noexcept {
+    bool is_small = tensor.nbytes() > 0 && tensor.nbytes() <= SLOT_BYTES;
+    if (!takes_numbers || tensor.device().type() != type || !is_small) return false;
+    WithoutGil without_gil;
+    try {
+      c10::impl::VirtualGuardImpl guard(type);
+      if (is_capturing(guard, guard.getStream(tensor.device()))) return false;
+      RelaxedCapture relaxed(type);
+      char* slot = pinned_slots->take();
+      if (slot == nullptr) return false;
+      mark.numbers = std::make_shared<NumberCopy>(slot, tensor, std::move(delivery));
+    } catch (const std::exception&) {  // not an error of the device
+      return false;
+    }
+    has_context.store(true, std::memory_order_relaxed);
+    return record(tensor.device().index(), now_ns(), mark, [&] { mark.numbers->enqueue(tensor); });
+  }
+
+  // Takes no more numbers. Waits for a short time for those that are under way.
+  void wait_for_numbers() {
+    takes_numbers = false;
+    auto until = std::chrono::steady_clock::now() + STOP_WITHIN;
+    while (is_on && pinned_slots->under_way != 0 && std::chrono::steady_clock::now() < until)
+      std::this_thread::sleep_for(HARVEST_EVERY / 4);
   }
 
   // Records a mark on the current device, if that device has a context.
@@ -211,8 +242,10 @@ inline PyObject* device_begin(PyObject*, PyObject* args) {
     DeviceProgress& self = *device_progress;
     self.has_context = false;
     self.contexts = 0;
+    pinned_slots->under_way = 0;
     bool is_on = self.start(
         device_type, {reinterpret_cast<Box*>(box), lanes, times, progress_shift});
+    self.takes_numbers = is_on;
     if (!is_on) Py_DECREF(box);
     return PyBool_FromLong(is_on);
   } catch (const std::exception& error) {
@@ -220,13 +253,14 @@ inline PyObject* device_begin(PyObject*, PyObject* args) {
   }
 }
 
-// device_end(): no event is recorded or polled after this. If the harvester is blocked in the
-// driver, it keeps its box.
+// device_end(): no event is recorded or polled after this. Numbers that the job wants get a moment to
+// arrive. If the harvester is blocked in the driver, it keeps its box.
 inline PyObject* device_end(PyObject*, PyObject*) {
   DeviceProgress& self = *device_progress;
   bool has_ended;
   Py_BEGIN_ALLOW_THREADS;
   self.has_context = false;
+  self.wait_for_numbers();
   has_ended = self.stop();
   Py_END_ALLOW_THREADS;
   if (has_ended) {

@@ -9,6 +9,7 @@
 #include "modules.h"
 #include "fast_path.h"
 #include "memory.h"
+#include "note_numbers.h"
 #include "reductions.h"
 #include "terminate.h"
 #include "thread_track.h"
@@ -34,6 +35,7 @@ PyMethodDef functions[] = {
     {"device_launched", torchwhere::method(torchwhere::device_launched), METH_FASTCALL, nullptr},
     {"device_method", torchwhere::device_method, METH_VARARGS, nullptr},
     {"device_step", torchwhere::method(torchwhere::device_step), METH_FASTCALL, nullptr},
+    {"device_note", torchwhere::device_note, METH_VARARGS, nullptr},
     {"device_fail", torchwhere::device_fail, METH_O, nullptr},
     {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},
     {"terminate_begin", torchwhere::terminate_begin, METH_O, nullptr},

@@ -34,12 +34,12 @@ from torchwhere.hooks.exceptions import NOTE_START, is_of_device
 from torchwhere.hooks.fast_path import FastPath, PythonFastPath
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
+from torchwhere.recorder.note_text import NoteText, json_text
 from torchwhere.recorder.own_device import device_note, own_device_place
 
 EXIT = "exit"  # the reason of a watch that ends with its process
 LineAndGraph = tuple[int, int]  # the ids of a line and of the compiled graph that runs there
 
-_MAX_TEXT = 1 << 14
 _CHECK_FILE_EVERY_NS = 1_000_000_000
 
 
@@ -182,16 +182,16 @@ class Recorder:
         return number
 
     def _text(self, fields: dict[str, Any]) -> int:
-        text = json.dumps(fields, default=str)
-        # The box stores a text completely or not at all: shorten it here, field by field.
-        if len(text) > _MAX_TEXT:
-            short = {key: str(value)[: _MAX_TEXT // 8] for key, value in fields.items()}
-            text = json.dumps(dict(list(short.items())[:4]) | {"cut": True})
-        return self.box.text(text)
+        return self.box.text(json_text(fields))
 
     def note(self, text: str, fields: dict[str, Any], *, frame: FrameType | None) -> None:
         """Record a note of the user."""
-        self.event(Kind.NOTE, text={TEXT_FIELD[Kind.NOTE]: text, **fields}, frame=frame)
+        reads_device = self._native is not None and self.box.geometry.lanes > 0
+        contents = {TEXT_FIELD[Kind.NOTE]: text, **fields}
+        note_text = NoteText(contents, reads_device=reads_device)
+        position = self.box.text(note_text.text)
+        self.event(Kind.NOTE, extra=position, frame=frame)
+        note_text.complete(self.box, position, self._here().top)
 
     def end(self, reason: str) -> None:
         """Record the end of the watch. At the exit of the process its code is not known yet: the
