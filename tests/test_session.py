@@ -288,7 +288,7 @@ def test_notes_and_phases(tmp_path: Path) -> None:
         ("phase_end", "epoch"),
     ]
     note = events[2]
-    assert note.fields == {"text": "loaded", "rows": 3, "tensor": "tensor([1.])"}
+    assert note.fields == {"text": "loaded", "rows": 3, "tensor": [1.0]}
     assert note.place.line is not None
     assert "test_session.py:" in note.place.line
 
