@@ -735,6 +735,53 @@ def test_an_exception_outside_any_module_has_a_note_too(tmp_path: Path) -> None:
     assert len(list(torchwhere.read_run(tmp_path).events(kinds={"exception"}))) == 1
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_exception_that_ends_the_process(
+    warm: WarmPython, tmp_path: Path, *, is_stopped: bool
+) -> None:
+    """An exception that passes through no module gets its note and event before Python prints it,
+    also below the hook that `init_process_group` installs. After the watch it gets neither."""
+    code = f"""
+import torch, torchwhere
+import torch.distributed as dist
+torchwhere.start(out="run/")
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+if {is_stopped}:
+    torchwhere.stop()
+raise RuntimeError("CUDA error: device-side assert triggered")
+"""
+    (tmp_path / "job.py").write_text(code)
+    done = warm.run("job.py", cwd=tmp_path)
+    run = torchwhere.read_run(tmp_path / "run")
+    events = list(run.events(kinds={"exception"}))
+    assert done.returncode == 1
+    assert "[rank0]: RuntimeError: CUDA error: device-side assert triggered\n" in done.stderr
+    if is_stopped:
+        assert (events, "torchwhere: " in done.stderr) == ([], False)
+        return
+    assert (
+        "[rank0]: torchwhere: rank 0, step 0, outside any module, job.py:9;"
+        " last collectives: all_reduce #0 on default\n[rank0]: torchwhere: device progress: "
+    ) in done.stderr
+    assert [(event.place.line, event.fields["device"][:15]) for event in events] == [
+        ("job.py:9", "device progress")
+    ]
+
+
+def test_a_hook_of_python_does_not_keep_the_watch_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`init_process_group` keeps the `sys.excepthook` that it finds, also after the watch."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with torchwhere.watch(out=tmp_path):
+        found = sys.excepthook
+        sys.excepthook = lambda *error: found(*error)
+        watch = weakref.ref(process._current)
+    gc.collect()
+    assert watch() is None
+
+
 def test_watching_does_not_import_dynamo(warm: WarmPython) -> None:
     """A watch waits for the import of dynamo and does not import it itself, which takes a
     second."""

@@ -2,14 +2,16 @@
 event in the box.
 
 The exception propagates unchanged. The innermost module call, or the backward, that it passes
-through adds the note; outer calls see the note and add nothing. An exception that ends another
-thread usually passes through none of them: the main thread continues, and may wait forever for that
-thread. `threading.excepthook` records it.
+through adds the note; outer calls see the note and add nothing. An exception may pass through none
+of them, such as an error of the device that surfaces in `loss.item()`. If it ends the process or a
+thread, `sys.excepthook` or `threading.excepthook` records it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from traceback import walk_tb
 from types import TracebackType
@@ -41,7 +43,7 @@ Report = Callable[[BaseException, Track, PlaceIds, str | None], None]
 
 
 class ExceptionHook:
-    """Reports exceptions that leave a module call, a backward or a thread."""
+    """Reports exceptions that leave a module call, a backward, a thread or the process."""
 
     def __init__(self, locator: Locator, *, report: Report) -> None:
         self._locator = locator
@@ -52,6 +54,7 @@ class ExceptionHook:
 
     def install(self) -> None:
         self._patches.replace(threading, "excepthook", self._make_thread_hook)
+        self._patches.replace(sys, "excepthook", self._make_process_hook)
 
     def _make_thread_hook(self, below: Any) -> Any:
         def thread_ends(args: threading.ExceptHookArgs) -> None:
@@ -60,6 +63,20 @@ class ExceptionHook:
             below(args)
 
         return thread_ends
+
+    def _make_process_hook(self, below: Any) -> Any:
+        # `init_process_group` wraps this function for good: it must not keep the watch alive.
+        reference = weakref.ref(self)
+
+        def process_ends(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            hook = reference()
+            if hook is not None and error is not None:
+                hook.in_module(error, hook._locator.threads.here())
+            below(kind, error, traceback)
+
+        return process_ends
 
     def remove(self) -> None:
         self.active = False
