@@ -30,6 +30,7 @@ from torchwhere.api.watch import current
 from torchwhere.blackbox.phase_sums import MOST_PATHS, OTHERS, PhaseKey, PhaseSum
 from torchwhere.diagnose.phases import Phases, table
 from torchwhere.hooks import phases as phase_hook
+from torchwhere.native import load as loading
 from torchwhere.render.phases import phases_lines
 from warm_python import WarmPython
 
@@ -55,6 +56,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(phase_hook, "monotonic_ns", clock)
+    monkeypatch.setenv(loading.SWITCH, "0")  # C++ reads the real clock
     return clock
 
 
