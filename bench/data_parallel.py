@@ -32,6 +32,7 @@ from bench.workloads import Job, Workload, training_step
 
 BUCKETS = 20
 GPT2_124M = Size(layers=12, heads=12, width=768, vocabulary=50257, sequence=1024, batch=1)
+THIN = Size(layers=12, heads=2, width=32, vocabulary=64, sequence=16, batch=1)
 TINY = Size(layers=2, heads=2, width=32, vocabulary=64, sequence=16, batch=1)
 
 
@@ -86,6 +87,19 @@ def _buckets() -> Iterator[Job]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def _fsdp2_without_a_network() -> Iterator[Job]:
+    """FSDP2 on a fake process group of four ranks. The tensors are small, so that the CPU time of
+    modules and collectives is most of the step, as in a step on a GPU that waits for its CPU."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        yield training(fsdp2, THIN, "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
 def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
     name, size = wrap.__name__, replace(GPT2_124M, batch=batch)
     title = f"{name.upper()}, batch {batch}, %"
@@ -120,6 +134,23 @@ CPU = (
         clock=time.thread_time,
         forks=False,  # gloo has threads, which a fork loses
         budget_s=20,
+    ),
+    Workload(
+        "fsdp2",
+        "FSDP2, % of a thin step",
+        _fsdp2_without_a_network,
+        steps=4,
+        warm_steps=3,
+        contenders=(
+            UNWATCHED,
+            TORCHWHERE,
+            MODULE_EVENTS,
+            PYTHON,
+            PYTHON_EVENTS,
+            MOD_TRACKER,
+            AGAIN,
+        ),
+        budget_s=40,
     ),
 )
 CUDA = tuple(_workload(wrap, batch) for wrap in (ddp, fsdp2) for batch in (1, 8))
