@@ -23,7 +23,7 @@ from torchwhere.hooks.ddp import Bucket, Reducers
 from torchwhere.hooks.device import AT_LAUNCH, AT_WAIT, UNMARKED, DeviceHook
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.groups import WHOLE_GROUP, StreamCounter, WatchedGroup, WatchedGroups
-from torchwhere.hooks.kernels import ALL_REDUCE, Kernels, NativeAllReduce, below_backend_select
+from torchwhere.hooks.kernels import ALL_REDUCE, Kernels, NativeKernel, below_backend_select
 from torchwhere.hooks.schemas import Op, all_ops
 
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
@@ -48,6 +48,13 @@ class CollectiveCall(NamedTuple):
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
     device_index: int  # -1: on the CPU
     end: int = AT_WAIT  # where a mark on its device shows its end
+    # whether an equal call with an equal stack may be recorded without a new look at them
+    may_repeat: bool = False
+    frame: FrameType | None = None  # the innermost one of the stack
+
+    def without_objects(self) -> CollectiveCall:
+        """The same call without the stack and the bucket, which hold objects of the job."""
+        return self._replace(stack=stack.Stack(), bucket=None, frame=None)
 
 
 class CollectiveHook:
@@ -72,7 +79,7 @@ class CollectiveHook:
         self._device_errors = ErrorLimiter("launched collectives", self._ignore_launches)
         self.reports_launches = False
         self._turns = reducers.turns
-        self._native_all_reduce: NativeAllReduce | None = None
+        self._native_kernel: NativeKernel | None = None
         self._kernels: CollectiveKernels | None = None
         self.errors = ErrorLimiter("collectives", self.switch_off)
 
@@ -83,45 +90,43 @@ class CollectiveHook:
             for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")
         ):
             return lacking
-        self._native_all_reduce = self._install_native()
+        self._native_kernel = self._install_native()
         self._kernels = _kernels(
-            native=None if self._native_all_reduce is None else self._native_all_reduce.native
+            native=None if self._native_kernel is None else self._native_kernel.native
         )
         self.reports_launches = self._device.is_on
         self._kernels.report_to(self)
         return lacking
 
-    def _install_native(self) -> NativeAllReduce | None:
-        """Install the native kernel for all-reduces. It calls `issue` for all calls except known
-        buckets of DDP."""
+    def _install_native(self) -> NativeKernel | None:
+        """Install the native kernel. It calls `issue` for all calls that it does not know."""
         if self._box.native is None:
             return None
-        op = next(op for op in all_ops() if op.raw == ALL_REDUCE)
         try:
-            native_all_reduce = NativeAllReduce(self._box, turns=self._turns)
-            native_all_reduce.install(self, op)
+            kernel = NativeKernel(self._box, turns=self._turns)
+            kernel.install(self)
         except Exception as error:
             log.warning(
-                "torchwhere: the native extension cannot record all-reduces, Python code records"
+                "torchwhere: the native extension cannot record collectives, Python code records"
                 " them: %s",
                 error,
             )
             return None
-        return native_all_reduce
+        return kernel
 
     def switch_off(self) -> None:
         """Stop recording. The kernels stay until `remove`: a thread may be inside one."""
         if self._kernels is not None:
             self._kernels.receiver = None
-        if self._native_all_reduce is not None:
-            self._native_all_reduce.switch_off()
+        if self._native_kernel is not None:
+            self._native_kernel.switch_off()
 
     def abandon(self) -> None:
         """In a forked child: leave the kernels registered until the child starts a watch. Removing
         them takes locks that a thread of the parent may have held at the fork."""
-        if self._native_all_reduce is not None:
-            self._native_all_reduce.abandon()
-            self._native_all_reduce = None
+        if self._native_kernel is not None:
+            self._native_kernel.abandon()
+            self._native_kernel = None
         if self._kernels is not None:
             self._kernels.leave()
             self._kernels = None
@@ -130,7 +135,7 @@ class CollectiveHook:
         """Remove the kernels. If other threads continue to issue collectives, the kernels stay and
         only redispatch calls."""
         self.switch_off()
-        self._native_all_reduce = None
+        self._native_kernel = None
         if self._kernels is not None:
             self._kernels.remove(are_others=are_others)
             self._kernels = None
@@ -161,10 +166,16 @@ class CollectiveHook:
         if bucket is not None and bucket.call is not None:
             self._on_bucket(bucket)
         else:
-            self._issue_slowly(op, args, frame, bucket)
+            self._issue_slowly(op, args, frame, bucket, is_direct=is_direct)
 
     def _issue_slowly(
-        self, op: Op, args: tuple[Any, ...], frame: FrameType | None, bucket: Bucket | None
+        self,
+        op: Op,
+        args: tuple[Any, ...],
+        frame: FrameType | None,
+        bucket: Bucket | None,
+        *,
+        is_direct: bool,
     ) -> None:
         looked = stack.read(frame)
         group = self._groups.of(args[op.group_at])
@@ -194,10 +205,11 @@ class CollectiveHook:
             bucket,
             device_index,
             _end(op, flags, bucket),
+            may_repeat=not is_direct and not looked.is_shadow and not any(_splits(op, args) or ()),
+            frame=frame,
         )
         if bucket is not None:
-            # without the stack, which holds objects of the job
-            bucket.call = call._replace(stack=stack.Stack(), bucket=None)
+            bucket.call = call.without_objects()
         self._on_call(call)
 
     def _signature(
@@ -234,7 +246,7 @@ class CollectiveHook:
 
 
 class CollectiveKernels(Kernels):
-    """A Python kernel on every op, except on the op that has a native kernel."""
+    """The kernels on all collectives: the native kernel, or a Python kernel on each op."""
 
     receiver: CollectiveHook | None
 
@@ -242,7 +254,7 @@ class CollectiveKernels(Kernels):
         super().__init__()
         self.native = native
         for op in all_ops():
-            if native is None or op.raw != ALL_REDUCE:
+            if native is None:
                 self._register(f"c10d::{op.raw}", partial(self._make_kernel, op))
             else:
                 self._names.append(f"c10d::{op.raw}")

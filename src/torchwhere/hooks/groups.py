@@ -164,6 +164,8 @@ class WatchedGroups:
     def _forget(self, key: int, _dead: object) -> None:
         self._groups.pop(key, None)
         self._alive.pop(key, None)
+        if self._box.native is not None:
+            self._box.native.forget_calls()  # it knows a group by its address
 
     def _keep_count(self, name: str, counted: int) -> None:
         """Write the first number of our count: gloo also counts messages, so a reader may have to

@@ -24,8 +24,8 @@ import torch
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
-from torchwhere.hooks.python_stack import outwards
-from torchwhere.hooks.schemas import Op
+from torchwhere.hooks.python_stack import frame_role, outwards
+from torchwhere.hooks.schemas import Op, all_ops
 
 _QUIET_S = 0.1
 
@@ -157,11 +157,12 @@ def _other_stacks() -> dict[int, FrameType]:
     return stacks
 
 
-# -- the native kernel on all_reduce ---------------------------------------------------------------
-# It records known buckets of DDP without Python. It sends all other calls to our own op
-# `torchwhere::allreduce_`, which has the schema of torch's op and an ordinary Python kernel. That
-# op and its kernel stay registered: a thread may be about to call them when a watch ends. They then
-# only redispatch the call. This changes nothing in torch.
+# -- the native kernel -----------------------------------------------------------------------------
+# It records known buckets of DDP, and calls that Python has recorded before, without Python. It
+# sends each other call to an op of ours, such as `torchwhere::allreduce_`, which has the schema of
+# torch's op and an ordinary Python kernel. These ops and their kernels stay registered: a thread
+# may be about to call them when a watch ends. They then only redispatch the call. This changes
+# nothing in torch.
 
 ALL_REDUCE = "allreduce_"
 
@@ -176,12 +177,12 @@ class Receiver(Protocol):
     def launched(self, op: Op, args: tuple[Any, ...], result: Any) -> None: ...
 
 
-_library: Any = None  # of our own op
-_receiver: tuple[Receiver, Op] | None = None  # gets the calls of our own op
+_library: Any = None  # of our own ops
+_receiver: Receiver | None = None  # gets the calls of our own ops
 
 
-class NativeAllReduce:
-    """The kernel of one watch."""
+class NativeKernel:
+    """The native kernel of one watch, on all collectives."""
 
     def __init__(self, box: BoxWriter, *, turns: Any) -> None:
         assert box.native is not None
@@ -190,13 +191,19 @@ class NativeAllReduce:
         self._native_box = box.native_box
         self._turns = turns
 
-    def install(self, receiver: Receiver, op: Op) -> None:
-        """Register the native kernel. The receiver gets all calls except known buckets of DDP."""
+    def install(self, receiver: Receiver) -> None:
+        """Register the kernel. The receiver gets all calls that it does not know."""
         global _receiver
-        _receiver = receiver, op
+        _receiver = receiver
         _define()
         engine = inspect.unwrap(_torch.private("run_backward") or _define)
-        self.native.begin(self._native_box, engine.__code__, self._turns)
+        self.native.begin(
+            self._native_box,
+            engine.__code__,
+            self._turns,
+            [_positions(op) for op in all_ops()],
+            frame_role,
+        )
 
     def switch_off(self) -> None:
         global _receiver
@@ -210,28 +217,42 @@ class NativeAllReduce:
         self.native.abandon()
 
 
+def _positions(op: Op) -> tuple[str, int, int, tuple[int, ...]]:
+    """The positions of arguments that the native kernel needs: of the group, of the reduce op or
+    -1, and of the tensors that the job may wait for."""
+    tensors = () if op.is_barrier else op.outputs or op.inputs
+    return op.raw, op.group_at, -1 if op.reduce_op_at is None else op.reduce_op_at, tensors
+
+
 def _define() -> None:
-    """Define our own op, once per process."""
+    """Define our own ops, once per process."""
     global _library
     if _library is not None:
         return
-    overload = getattr(torch.ops.c10d, ALL_REDUCE).default
-    below, redispatch = below_backend_select(), overload._handle.redispatch_boxed
+    library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for op in all_ops():
+        overload = getattr(torch.ops.c10d, op.raw).default
+        library.define(str(overload._schema).removeprefix("c10d::"))
+        kernel = _make_kernel(op, overload._handle.redispatch_boxed)
+        library.impl(op.raw, kernel, "BackendSelect", with_keyset=True)
+    _library = library
+
+
+def _make_kernel(op: Op, redispatch: Callable[..., Any]) -> Any:
+    """The Python kernel of one of our ops."""
+    below = below_backend_select()
 
     @_torch.stepped_over
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        receiver, op = _receiver or (None, None)
-        if receiver is not None and op is not None:
+        receiver = _receiver
+        if receiver is not None:
             try:
                 receiver.issue(op, args)
             except Exception as error:
                 receiver.errors(error)
         result = redispatch(keyset & below, *args, **kwargs)
-        if receiver is not None and op is not None and receiver.reports_launches:
+        if receiver is not None and receiver.reports_launches:
             receiver.launched(op, args, result)
         return result
 
-    library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define(str(overload._schema).removeprefix("c10d::"))
-    library.impl(ALL_REDUCE, kernel, "BackendSelect", with_keyset=True)
-    _library = library
+    return kernel

@@ -72,8 +72,8 @@ class ModuleHook:
         self._regions = 0
         self._namer = ModuleNamer(
             locator,
-            forget=self._forget,
-            forget_all=self._bases.clear,
+            forget=self._forget_name,
+            forget_all=self._forget_names,
         )
         # how often each module was called in this step; the session clears it at the next step
         self.calls: dict[int, int] | Counts = {} if box.native is None else box.native.Counts()
@@ -270,6 +270,22 @@ class ModuleHook:
             maker, _ = self._locator.threads.maker(seq, track)
             track.add_region(self._regions, seq, maker, reentrant=reentrant)
         return self._regions
+
+    def _forget_names(self) -> None:
+        """Forget the names of all modules."""
+        self._bases.clear()
+        self._forget_calls()
+
+    def _forget_name(self, key: int) -> None:
+        """Forget the name of a living module, which gets another one."""
+        self._forget(key)
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        """Forget the collectives that the native extension knows: they may serve a renamed
+        module."""
+        if self._box.native is not None:
+            self._box.native.forget_calls()
 
     def _forget(self, key: int, _dead: object = None) -> None:
         self._bases.pop(key, None)

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntFlag
 from functools import cache
 from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
@@ -233,6 +234,35 @@ def frames_to_user(start: FrameType | None) -> list[FrameType] | None:
         if facts is not None and facts.kind == _USER:
             return frames
     return None
+
+
+class FrameRole(IntFlag):
+    """What a frame of some code means for the native extension, which compares the frames of two
+    calls. The same numbers are in `native/call_key.h`."""
+
+    ENDS_WAY = 1  # the frames around it do not matter
+    HOLDS_UNIT = 2  # its variable `self` is an object of FSDP
+    HOLDS_HANDLE = 4  # its variable `handle` is
+    IS_JOIN_HOOK = 8  # `Join` may have called it
+
+
+UNKNOWN_ROLE = -1  # only `read` can tell what the frame means
+
+
+def frame_role(code: CodeType) -> int:
+    """Return the role of frames of a code object."""
+    facts = _facts[id(code)] if id(code) in _facts else _facts_of(code)
+    if facts is not None and (facts.takes_params or facts.is_join):
+        return UNKNOWN_ROLE
+    role = FrameRole(0)
+    if code.co_name in _JOIN_HOOKS:
+        role |= FrameRole.IS_JOIN_HOOK
+    if facts is not None and facts.kind == _USER:
+        role |= FrameRole.ENDS_WAY
+    if facts is not None and facts.finder is not None:
+        has_handle = facts.finder is _fsdp1_unit and "handle" in code.co_varnames
+        role |= FrameRole.HOLDS_HANDLE if has_handle else FrameRole.HOLDS_UNIT
+    return int(role)
 
 
 def _is_join(code: CodeType) -> bool:

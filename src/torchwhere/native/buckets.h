@@ -49,6 +49,15 @@ struct Recent {
   uint64_t number, index, label;
 };
 
+// One collective of torch.
+struct CollectiveOp {
+  c10::OperatorHandle python;  // our op with the same schema and a kernel in Python
+  size_t arguments;
+  int group_at, reduce_op_at;   // positions of arguments; negative: the op has none
+  std::vector<int> tensors_at;  // the tensors that a job may wait for
+  bool is_all_reduce;
+};
+
 // The state of the kernel in this process. Never freed: a thread may be in the kernel at any time.
 struct Kernel {
   std::atomic<Box*> box{nullptr};             // null: record nothing, only redispatch
@@ -63,8 +72,9 @@ struct Kernel {
   std::unordered_map<c10::TensorImpl*, Buckets*> reducer_of;
   Recent recent[3] = {};
   uint64_t recorded = 0;
-  std::optional<c10::RegistrationHandleRAII> registration, waits;
-  std::optional<c10::OperatorHandle> python;
+  std::unordered_map<c10::OperatorHandle, CollectiveOp> ops;  // does not change once it is filled
+  std::vector<c10::RegistrationHandleRAII> registrations;
+  bool marks_waits = false;  // one of the registrations is the kernel on wait_tensor
 };
 inline Kernel& kernel = *new Kernel;
 inline thread_local Launch launch_in_python;  // the launch that Python handles on this thread now

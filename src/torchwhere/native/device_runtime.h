@@ -80,6 +80,18 @@ inline bool is_capturing(const c10::impl::VirtualGuardImpl& guard, const c10::St
   return runtime.is_capturing(stream.native_handle(), &status) != 0 || status != 0;
 }
 
+// Takes the GIL.
+class WithGil {
+ public:
+  WithGil() : state_(PyGILState_Ensure()) {}
+  ~WithGil() { PyGILState_Release(state_); }
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
 // Releases the GIL, if this thread has it.
 class WithoutGil {
  public:

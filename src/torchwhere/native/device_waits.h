@@ -80,28 +80,35 @@ inline const void* held_by(PyObject* instance) {
   return reinterpret_cast<Instance*>(instance)->value;
 }
 
-// device_launched(work[, storage, ...]): a collective has been launched. If this thread has marked
-// it, marks its end, if it runs on the current stream; otherwise remembers it by its Work, or None,
-// and by the addresses of its storages.
-inline PyObject* device_launched(PyObject*, PyObject* const* args, Py_ssize_t given) {
-  if (given < 1) return PyErr_Format(PyExc_TypeError, "expected at least one argument");
-  DueMark due = std::exchange(due_mark, {});
-  std::vector<const void*> keys;
-  for (Py_ssize_t at = 1; at < given; ++at) keys.push_back(PyLong_AsVoidPtr(args[at]));
-  if (PyErr_Occurred()) return nullptr;
-  if (args[0] != Py_None) {
-    keys.push_back(held_by(args[0]));
-    async_calls->take(keys.back());  // an earlier Work at this address, which nothing waited for
+// A collective has been launched, and this is the mark that is due at its end. Sets the mark, if the
+// collective runs on the current stream; otherwise remembers it by the keys that lead to it: the
+// addresses of its storages and of its Work, which is null if there is none.
+inline void launched(const DueMark& due, const void* work, std::vector<const void*> keys) {
+  if (work != nullptr) {
+    keys.push_back(work);
+    async_calls->take(work);  // an earlier Work at this address, which nothing waited for
   }
   // An exception may have left out `_end_coalescing`.
   if (issued_together && issued_together->size() >= MOST_ASYNC_CALLS) issued_together.reset();
-  if (due.end == End::UNMARKED) Py_RETURN_NONE;
+  if (due.end == End::UNMARKED) return;
   if (issued_together)
     issued_together->push_back(due);
   else if (due.end == End::AT_LAUNCH)
     device_progress->mark(due.index, now_ns(), due.mark);
   else
-    async_calls->add(std::make_shared<const AsyncCall>(AsyncCall{due.index, due.mark, keys}));
+    async_calls->add(
+        std::make_shared<const AsyncCall>(AsyncCall{due.index, due.mark, std::move(keys)}));
+}
+
+// device_launched(work[, storage, ...]): the collective that this thread has marked with
+// `device_reach`, if any, has been launched. `work` is its Work, or None.
+inline PyObject* device_launched(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  if (given < 1) return PyErr_Format(PyExc_TypeError, "expected at least one argument");
+  std::vector<const void*> keys;
+  for (Py_ssize_t at = 1; at < given; ++at) keys.push_back(PyLong_AsVoidPtr(args[at]));
+  DueMark due = std::exchange(due_mark, {});
+  if (PyErr_Occurred()) return nullptr;
+  launched(due, args[0] == Py_None ? nullptr : held_by(args[0]), std::move(keys));
   Py_RETURN_NONE;
 }
 

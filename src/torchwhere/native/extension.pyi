@@ -7,7 +7,7 @@ built module. Python passes packed places and ids as ints; an int that does not 
 from array import array
 from collections.abc import Callable, Iterator, Sized
 from mmap import mmap
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Self, TypeVar, overload
 
 _T = TypeVar("_T")
@@ -15,8 +15,31 @@ _T = TypeVar("_T")
 built_for: str
 LOG_LENGTH: int
 
-# all-reduces of DDP (`reductions.h`)
-def begin(box: Box, engine_code: CodeType, turns: Count, /) -> None: ...
+# collectives (`collective_kernel.h`, `known_calls.h`)
+def begin(
+    box: Box,
+    engine_code: CodeType,
+    turns: Count,
+    ops: list[tuple[str, int, int, tuple[int, ...]]],
+    role_of: Callable[[CodeType], int],
+    /,
+) -> None: ...
+def learn_call(
+    frame: FrameType | None,
+    label: int,
+    numbers: Count,
+    counter: int,
+    device_index: int,
+    end: int,
+    kind: int,
+    flags: int,
+    line: int,
+    graph: int,
+    subject: int,
+    beneficiary: int,
+    /,
+) -> None: ...
+def forget_calls() -> None: ...
 def pause() -> None: ...
 def abandon() -> None: ...
 def end() -> None: ...

@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -52,7 +52,32 @@ class NativeExtension(Protocol):
     Sum: type[extension.Sum]
     ThreadTrack: type[extension.ThreadTrack]
 
-    def begin(self, box: extension.Box, code: CodeType, turns: extension.Count, /) -> None: ...
+    def begin(
+        self,
+        box: extension.Box,
+        code: CodeType,
+        turns: extension.Count,
+        ops: list[tuple[str, int, int, tuple[int, ...]]],
+        role_of: Callable[[CodeType], int],
+        /,
+    ) -> None: ...
+    def learn_call(
+        self,
+        frame: FrameType | None,
+        label: int,
+        numbers: extension.Count,
+        counter: int,
+        device_index: int,
+        end: int,
+        kind: int,
+        flags: int,
+        line: int,
+        graph: int,
+        subject: int,
+        beneficiary: int,
+        /,
+    ) -> None: ...
+    def forget_calls(self) -> None: ...
     def pause(self) -> None: ...
     def abandon(self) -> None: ...
     def end(self) -> None: ...

@@ -3,6 +3,7 @@
 // leaves everything else to Python. `torchwhere native` builds it for one torch and one Python; see
 // `docs/overhead.md`. `extension.pyi` describes it to the type checker.
 #include "box.h"
+#include "collective_kernel.h"
 #include "device_progress.h"
 #include "device_waits.h"
 #include "exit_code.h"
@@ -10,7 +11,6 @@
 #include "fast_path.h"
 #include "memory.h"
 #include "note_numbers.h"
-#include "reductions.h"
 #include "terminate.h"
 #include "thread_track.h"
 
@@ -22,6 +22,8 @@ PyMethodDef functions[] = {
     {"abandon", torchwhere::abandon, METH_NOARGS, nullptr},
     {"end", torchwhere::end, METH_NOARGS, nullptr},
     {"defer_to_python", torchwhere::defer_to_python, METH_O, nullptr},
+    {"learn_call", torchwhere::learn_call, METH_VARARGS, nullptr},
+    {"forget_calls", torchwhere::forget_calls, METH_NOARGS, nullptr},
     {"recorded", torchwhere::recorded, METH_NOARGS, nullptr},
     {"passed", torchwhere::passed, METH_NOARGS, nullptr},
     {"recent", torchwhere::recent, METH_NOARGS, nullptr},

@@ -1,10 +1,8 @@
-// Records DDP's all-reduces without Python: a kernel on c10d::allreduce_ for buckets that Python
-// has recorded before.
+// Records DDP's all-reduces without Python, if Python has recorded the bucket before.
 //
-// Every other call goes to torchwhere::allreduce_, an op with the same schema and a Python kernel.
-// When Python recognizes a bucket there, it passes everything that repeats to `Buckets.learn`; the
-// kernel has stored, for this thread, what identifies the call. The next call of that bucket needs
-// no Python object and no GIL.
+// When Python recognizes a bucket, it passes everything that repeats to `Buckets.learn`; the kernel
+// (`collective_kernel.h`) has stored, for this thread, what identifies the call. The next call of
+// that bucket needs no Python object and no GIL.
 #pragma once
 
 #include <sched.h>
@@ -105,6 +103,37 @@ inline bool find(const Launch& launch, Record* record, int64_t* counter) {
   return true;
 }
 
+// Writes the record of a collective, counts the collective in its stream and moves the cursor of the
+// thread. Returns the mark that shows when the device reaches it.
+inline Mark put_collective(
+    Box* box, const ThreadTrack* track, Record* record, int64_t counter) {
+  uint64_t* cursor = box->words + track->cursor;
+  record->t_ns = now_ns();
+  record->thread = static_cast<uint8_t>(track->number);
+  record->step = static_cast<uint32_t>(box->step);
+  bool is_backward = record->pass == BACKWARD_PASS;
+  if (is_backward && !record->line) {  // a thread of the engine has no line
+    uint64_t line = cursor[CURSOR_LINE];
+    if (!line && box->main_cursor) line = box->words[box->main_cursor + CURSOR_LINE];
+    record->line = static_cast<uint32_t>(line);
+  }
+  uint64_t number = box->put(*record);
+  if (counter >= 0) {
+    box->words[counter + COUNTER_COUNT] = record->extra + 1;
+    box->words[counter + COUNTER_TIME] = record->t_ns;
+    box->words[counter + COUNTER_RECORD] = number;
+  }
+  uint64_t place = static_cast<uint64_t>(record->module) << MODULE_SHIFT |
+      static_cast<uint64_t>(record->pass) << PASS_SHIFT | record->call;
+  cursor[CURSOR_RECORD] = number;
+  if (is_backward) {  // nothing else writes the place there
+    cursor[CURSOR_PLACE] = place;
+    cursor[CURSOR_TIME] = record->t_ns;
+  }
+  MarkedCall call{static_cast<int64_t>(number), counter, record->extra + 1};
+  return {Point::REACHED, call, place, record->step};
+}
+
 // Records the bucket, and sets the mark of its launch on the device.
 inline bool write(Box* box, const Launch& launch, LaunchMark* due) {
   if (current.box != box->id || box->step >> 32) return false;
@@ -112,46 +141,20 @@ inline bool write(Box* box, const Launch& launch, LaunchMark* due) {
   int64_t counter;
   if (!find(launch, &record, &counter)) return false;
   uint64_t at = record.number;
-  uint64_t* cursor = box->words + current.track->cursor;
-  record.t_ns = now_ns();
-  record.thread = static_cast<uint8_t>(current.track->number);
-  record.step = static_cast<uint32_t>(box->step);
-  uint64_t line = cursor[CURSOR_LINE];
-  if (!line && box->main_cursor) line = box->words[box->main_cursor + CURSOR_LINE];
-  record.line = static_cast<uint32_t>(line);
-  uint64_t number = box->put(record);
-  kernel.recent[at % 3].number = number;
-  if (counter >= 0) {
-    box->words[counter + COUNTER_COUNT] = record.extra + 1;
-    box->words[counter + COUNTER_TIME] = record.t_ns;
-    box->words[counter + COUNTER_RECORD] = number;
-  }
-  uint64_t place = static_cast<uint64_t>(record.module) << MODULE_SHIFT |
-      static_cast<uint64_t>(record.pass) << PASS_SHIFT | record.call;
-  cursor[CURSOR_RECORD] = number;
-  cursor[CURSOR_PLACE] = place;
-  cursor[CURSOR_TIME] = record.t_ns;
-  if (!launch.device.is_cpu()) {
-    MarkedCall call{static_cast<int64_t>(number), counter, record.extra + 1};
-    *due = {true, record.t_ns, box->id, {Point::REACHED, call, place, record.step}};
-  }
+  Mark mark = put_collective(box, current.track, &record, counter);
+  kernel.recent[at % 3].number = record.number;
+  if (!launch.device.is_cpu()) *due = {true, record.t_ns, box->id, mark};
   return true;
 }
 
 // Returns true if Python has nothing left to do. Sets `launch` as far as it is known.
-inline bool recorded_natively(
-    const c10::OperatorHandle& op,
-    const torch::jit::Stack& stack,
-    Launch* launch,
-    LaunchMark* due) {
+inline bool record_bucket(
+    size_t arguments, const torch::jit::Stack& stack, Launch* launch, LaunchMark* due) {
   Inside inside;
   Box* box = kernel.box.load();
-  if (box == nullptr) {
-    kernel.passed.fetch_add(1);
-    return true;
-  }
+  if (box == nullptr) return true;
   try {
-    *launch = launch_of(stack, op.schema().arguments().size());
+    *launch = launch_of(stack, arguments);
     return launch->param != nullptr && !kernel.defers_to_python.load() && write(box, *launch, due);
   } catch (const std::exception&) {  // for example, a tensor without numel
     return false;
@@ -222,152 +225,6 @@ inline void mark_launch(c10::DeviceIndex index, const LaunchMark& due) noexcept 
       torch::autograd::Engine::get_default_engine().queue_callback([wait] { mark_wait(wait); });
   } catch (const std::exception&) {  // no memory
   }
-}
-
-inline void allreduce(
-    const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  static const c10::DispatchKeySet below(
-      c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  Launch launch;
-  LaunchMark due;
-  if (recorded_natively(op, *stack, &launch, &due)) {
-    if (due.is_due) mark_launch(launch.device.index(), due);
-    op.redispatchBoxed(keys & below, stack);
-    return;
-  }
-  struct Restore {  // a collective may begin inside the kernel of another one
-    Launch before = launch_in_python;
-    ~Restore() { launch_in_python = before; }
-  } restore;
-  launch_in_python = launch;
-  kernel.python->redispatchBoxed(keys, stack);
-}
-
-// -- functions for Python -------------------------------------------------------------------------
-
-// Stops recording, and waits until no thread uses the box. Releases the GIL meanwhile: a thread
-// inside may need it to handle a fault.
-inline void close_gate() {
-  Box* box = kernel.box.exchange(nullptr);
-  async_calls->clear();
-  if (box == nullptr) return;
-  Py_BEGIN_ALLOW_THREADS;
-  while (kernel.inside.load() != 0) sched_yield();
-  Py_END_ALLOW_THREADS;
-  Py_DECREF(box);
-}
-
-void release_box(Box* box) {
-  if (kernel.box.load() == box) close_gate();
-}
-
-// begin(box, engine_code, turns): records all-reduces into this box. The ops must exist.
-inline PyObject* begin(PyObject*, PyObject* args) {
-  PyObject *box, *code, *turns;
-  if (!PyArg_ParseTuple(args, "OOO", &box, &code, &turns)) return nullptr;
-  close_gate();
-  try {
-    auto& dispatcher = c10::Dispatcher::singleton();
-    kernel.python = dispatcher.findSchemaOrThrow("torchwhere::allreduce_", "");
-    const auto& op = dispatcher.findSchemaOrThrow("c10d::allreduce_", "");
-    const auto& arguments = op.schema().arguments();
-    if (arguments.size() < 2 || arguments[0].name() != "tensors" ||
-        arguments[1].name() != "process_group")
-      throw std::runtime_error("c10d::allreduce_ has unknown arguments in this torch");
-    Py_INCREF(code);
-    Py_XSETREF(kernel.engine_code, code);
-    Py_INCREF(turns);
-    Count* before = kernel.turns;
-    kernel.turns = reinterpret_cast<Count*>(turns);
-    Py_XDECREF(before);
-    kernel.recorded = 0;
-    kernel.defers_to_python = false;
-    Py_INCREF(box);
-    kernel.box = reinterpret_cast<Box*>(box);
-    // A watch that ended while other threads called the kernel has left it registered.
-    if (!kernel.registration) {
-      kernel.registration = dispatcher.registerImpl(
-          {"c10d::allreduce_", ""},
-          c10::DispatchKey::BackendSelect,
-          c10::KernelFunction::makeFromBoxedFunction<&allreduce>(),
-          std::nullopt,
-          nullptr,
-          "torchwhere");
-    }
-    if (device_progress->is_on && !kernel.waits &&
-        dispatcher.findSchema({"_c10d_functional::wait_tensor", ""}))
-      kernel.waits = dispatcher.registerImpl(
-          {"_c10d_functional::wait_tensor", ""},
-          c10::DispatchKey::BackendSelect,
-          c10::KernelFunction::makeFromBoxedFunction<&wait_tensor>(),
-          std::nullopt,
-          nullptr,
-          "torchwhere");
-  } catch (const std::exception& error) {
-    close_gate();
-    return PyErr_Format(PyExc_RuntimeError, "%s", error.what());
-  }
-  Py_RETURN_NONE;
-}
-
-// pause(): records nothing from now on. The kernel stays: to remove it needs locks of torch.
-inline PyObject* pause(PyObject*, PyObject*) {
-  close_gate();
-  Py_RETURN_NONE;
-}
-
-// abandon(): stops in a forked child, where the threads that were inside do not exist.
-inline PyObject* abandon(PyObject*, PyObject*) {
-  kernel.inside = 0;
-  new (&kernel.lock) std::mutex;
-  async_calls = new AsyncCalls;
-  close_gate();
-  Py_RETURN_NONE;
-}
-
-// end(): removes the kernels.
-inline PyObject* end(PyObject*, PyObject*) {
-  close_gate();
-  kernel.registration.reset();
-  kernel.waits.reset();
-  Py_RETURN_NONE;
-}
-
-// defer_to_python(whether): sends every all-reduce to Python, or not.
-inline PyObject* defer_to_python(PyObject*, PyObject* whether) {
-  kernel.defers_to_python = PyObject_IsTrue(whether) == 1;
-  Py_RETURN_NONE;
-}
-
-// recent() -> [(record, index, label)]: the last all-reduces that the kernel recorded.
-inline PyObject* recent(PyObject*, PyObject*) {
-  Recent entries[3];
-  uint64_t size;
-  {
-    std::lock_guard<std::mutex> guard(kernel.lock);
-    std::copy(std::begin(kernel.recent), std::end(kernel.recent), entries);
-    size = kernel.recorded < 3 ? kernel.recorded : 3;
-  }
-  PyObject* list = PyList_New(0);
-  for (uint64_t at = 0; list != nullptr && at < size; ++at) {
-    const Recent& entry = entries[at];
-    PyObject* tuple = Py_BuildValue("KKK", entry.number, entry.index, entry.label);
-    if (tuple == nullptr || PyList_Append(list, tuple) < 0) Py_CLEAR(list);
-    Py_XDECREF(tuple);
-  }
-  return list;
-}
-
-// passed() -> the number of all-reduces while nothing was recorded.
-inline PyObject* passed(PyObject*, PyObject*) {
-  return PyLong_FromUnsignedLongLong(kernel.passed.load());
-}
-
-// recorded() -> the number of all-reduces that the kernel recorded in this watch, or in the last
-// one.
-inline PyObject* recorded(PyObject*, PyObject*) {
-  std::lock_guard<std::mutex> guard(kernel.lock);
-  return PyLong_FromUnsignedLongLong(kernel.recorded);
 }
 
 }  // namespace torchwhere

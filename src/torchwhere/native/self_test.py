@@ -1,5 +1,5 @@
-"""Tests the native extension: trains a small DDP job without a watch, with a watch in Python, and
-with a watch that uses the extension.
+"""Tests the native extension: trains a small DDP job, which also reduces its loss, without a watch,
+with a watch in Python, and with a watch that uses the extension.
 
 All three must give the same parameters, and both watches must record the same events. Runs in a
 separate process (`torchwhere native --check`): a library that crashes ends this process and no job.
@@ -48,7 +48,7 @@ def try_out() -> None:
     if not _are_equal(expected, with_python) or not _are_equal(expected, with_native):
         raise TorchwhereError("the native extension changes the trained parameters")
     if _has_gloo() and not extension.recorded():
-        raise TorchwhereError("the native extension does not record the all-reduces of DDP")
+        raise TorchwhereError("the native extension does not record all-reduces")
     if python_events != native_events:
         raise TorchwhereError(
             "the native extension does not record the same as Python:"
@@ -92,9 +92,12 @@ def _train(watch: AbstractContextManager[Any]) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with watch:
             for _ in range(_STEPS):
-                model(torch.rand(2, _WIDTH)).sum().backward()
+                loss = model(torch.rand(2, _WIDTH)).sum()
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if _has_gloo():
+                    dist.all_reduce(loss.detach())
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 

@@ -11,17 +11,21 @@
 namespace torchwhere {
 
 // As in `blackbox/step_clock.py`. The record of a step has all but the first.
-constexpr int OTHER = 0, FORWARD = 2, BACKWARD = 3, OPTIMIZER = 4, EVALUATION = 6, PARTS = 7;
+constexpr int OTHER = 0, DATA = 1, FORWARD = 2, BACKWARD = 3, OPTIMIZER = 4, CHECKPOINT = 5,
+              EVALUATION = 6, PARTS = 7;
+// As in `core/place.py`.
+constexpr int FORWARD_PASS = 1, BACKWARD_PASS = 2, OPTIMIZER_PASS = 4,
+              RECOMPUTE_PASS = 9, SHAPE_INFERENCE_PASS = 13;
 
 constexpr int part_of_pass(uint64_t pass) {
   switch (pass) {
-    case 1:   // forward
-    case 13:  // shape inference
+    case FORWARD_PASS:
+    case SHAPE_INFERENCE_PASS:
       return FORWARD;
-    case 2:
-    case 9:  // recompute
+    case BACKWARD_PASS:
+    case RECOMPUTE_PASS:
       return BACKWARD;
-    case 4:
+    case OPTIMIZER_PASS:
       return OPTIMIZER;
     default:
       return OTHER;

@@ -1,6 +1,9 @@
 // The place of a thread: the fields of the Track in `hooks/threads.py` that the hot paths use.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include <ATen/SequenceNumber.h>
 
 #include "box.h"
@@ -37,7 +40,12 @@ inline ThreadTrack* track_of(const Box* box) {
   return is_ready ? current.track : nullptr;
 }
 
+// The tracks that have a log, in the order in which they got it. Used only with the GIL.
+inline std::vector<ThreadTrack*>& logged_tracks = *new std::vector<ThreadTrack*>;
+
 inline void track_unready(ThreadTrack* self) {
+  auto at = std::find(logged_tracks.begin(), logged_tracks.end(), self);
+  if (at != logged_tracks.end()) logged_tracks.erase(at);
   self->seqs_at = self->marks_at = nullptr;
   if (self->seqs.obj != nullptr) PyBuffer_Release(&self->seqs);
   if (self->marks.obj != nullptr) PyBuffer_Release(&self->marks);
@@ -59,6 +67,7 @@ inline PyObject* track_use(ThreadTrack* self, PyObject* args) {
   }
   self->seqs_at = static_cast<uint64_t*>(self->seqs.buf);
   self->marks_at = static_cast<uint64_t*>(self->marks.buf);
+  logged_tracks.push_back(self);
   Py_RETURN_NONE;
 }
 
@@ -74,6 +83,21 @@ inline void append_to_log(ThreadTrack* track, uint64_t place) {
   uint64_t at = track->count++ & LOG_MASK;
   track->seqs_at[at] = at::sequence_number::peek();
   track->marks_at[at] = place;
+}
+
+// Returns the index of the last entry at or before `seq`; -1 if `seq` is older than the log. Like
+// `Track.position`.
+inline int64_t position_in_log(const ThreadTrack* track, uint64_t seq) {
+  auto high = static_cast<int64_t>(track->count);
+  int64_t first = std::max<int64_t>(0, high - static_cast<int64_t>(LOG_MASK) - 1), low = first;
+  while (low < high) {
+    int64_t middle = (low + high) >> 1;
+    if (track->seqs_at[static_cast<uint64_t>(middle) & LOG_MASK] <= seq)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low > first ? low - 1 : -1;
 }
 
 // Sets the place of the thread. `mark_place` comes next.

@@ -35,7 +35,7 @@ from torchwhere.blackbox.step_clock import StepPart
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
-from torchwhere.hooks import _torch, compiled_graphs, python_stack
+from torchwhere.hooks import _torch, compiled_graphs
 from torchwhere.hooks.collectives import CollectiveCall
 from torchwhere.hooks.cuda_graphs import CapturedCollective, CapturedGraph, CudaGraphs
 from torchwhere.hooks.ddp import Bucket
@@ -77,7 +77,7 @@ class CollectiveRecorder:
         self._native = box.native
         # number of the record, op, index, group
         self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_REMEMBERED)
-        # op and group of the all-reduces that the native extension records by itself
+        # op and group of the collectives that the native extension records by itself
         self._labels: list[tuple[str, str]] = []
         self._unit_ids: dict[str, int] = {}
         self._taps: list[Tap] = []
@@ -128,7 +128,10 @@ class CollectiveRecorder:
         graph_id = 0
         if graph is not None or locator.compiling:
             graph_id = locator.graph_id(graph)
-        self._record(call, track, place_ids, line, graph_id, self._beneficiary(call))
+        beneficiary = self._beneficiary(call)
+        self._record(call, track, place_ids, line, graph_id, beneficiary)
+        if self._native is not None and call.may_repeat and not locator.compiling:
+            self._teach_call(call, locator.line_id(stack), beneficiary)
 
     def bucket(self, bucket: Bucket) -> None:
         """Record that DDP reduces a bucket again: only the number of the call is new.
@@ -140,7 +143,7 @@ class CollectiveRecorder:
         line = self._line_of_backward(track, place_ids)
         self._record(bucket.call, track, place_ids, line, 0, bucket.entry)
         if self._native is not None and bucket.place_ids is not None:
-            self._teach(bucket)
+            self._teach_bucket(bucket)
 
     def _record(
         self,
@@ -219,7 +222,7 @@ class CollectiveRecorder:
         record and no number."""
         captured.collectives.append(
             CapturedCollective(
-                call._replace(stack=python_stack.Stack(), bucket=None),
+                call.without_objects(),
                 call.stream,
                 place_ids.pass_,
                 place_ids.flags | call.flags | FLAG_REPLAYED,
@@ -266,19 +269,46 @@ class CollectiveRecorder:
         )
         return {-1 if counter is None else counter: last[0] + 1 for counter, last in lasts.items()}
 
-    # -- buckets of DDP ----------------------------------------------------------------------------
+    # -- the native extension ----------------------------------------------------------------------
 
-    def _teach(self, bucket: Bucket) -> None:
-        """Let the native extension record the next all-reduces of this bucket by itself."""
-        call, place_ids = bucket.call, bucket.place_ids
+    def _teach_call(self, call: CollectiveCall, line: int, beneficiary: int) -> None:
+        """Let the native extension record the next calls like this one by itself."""
+        stack = call.stack
+        has_name = beneficiary or stack.unit is None
+        if self._native is None or not has_name or (stack.unit is None and stack.variables):
+            return
+        self._native.learn_call(
+            call.frame,
+            self._label_of(call),
+            cast("extension.Count", call.stream.numbers),
+            -1 if call.stream.counter is None else call.stream.counter,
+            call.device_index,
+            call.end,
+            _COLLECTIVE,
+            call.flags,
+            line,
+            self._locator.graph_id(stack.graph),
+            call.signature,
+            beneficiary,
+        )
+
+    def _label_of(self, call: CollectiveCall) -> int:
+        """Return the index of op and group in `_labels`."""
         label = (call.op.name, call.group.title)
         if label not in self._labels:
             self._labels.append(label)
+        return self._labels.index(label)
+
+    # -- buckets of DDP ----------------------------------------------------------------------------
+
+    def _teach_bucket(self, bucket: Bucket) -> None:
+        """Let the native extension record the next all-reduces of this bucket by itself."""
+        call, place_ids = bucket.call, bucket.place_ids
         stream = call.stream
         buckets: extension.Buckets = bucket.progress
         buckets.learn(
             bucket.index,
-            self._labels.index(label),
+            self._label_of(call),
             cast("extension.Count", stream.numbers),
             -1 if stream.counter is None else stream.counter,
             _COLLECTIVE,
