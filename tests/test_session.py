@@ -193,6 +193,20 @@ def test_two_optimizers_make_one_step() -> None:
         assert torchwhere.where().step == 3
 
 
+def test_an_optimizer_that_replaces_another() -> None:
+    """If an optimizer was freed, the first step of the next one ends a training step too."""
+    model = Model()
+    with torchwhere.watch(model):
+        for _ in range(3):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for _ in range(2):
+                model(batch()).sum().backward()
+                optimizer.step()
+            del optimizer
+            gc.collect()
+        assert torchwhere.where().step == 6
+
+
 def test_closure_runs_forward_and_backward_inside_the_optimizer() -> None:
     """Inside a closure of an optimizer (LBFGS, Lightning), the place has the pass that runs there,
     not the optimizer."""

@@ -8,7 +8,9 @@ backward. DeepSpeed runs an inner optimizer once per sub-group: there, `step` of
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
@@ -42,6 +44,7 @@ class OptimizerHook:
         self._on_optimizer = on_optimizer
         self._on_step_end = on_step_end
         self._stepped = steppers  # since the last training step; the native extension reads it too
+        self._alive: dict[int, weakref.ref[Any]] = {}  # the optimizers in `_stepped`
         self._handles: list[Any] = []
         self._is_in_engine = False  # inside `step` of a DeepSpeed engine
         self._patches = Patches()
@@ -58,6 +61,7 @@ class OptimizerHook:
         while self._handles:
             self._handles.pop().remove()
         self._patches.restore()
+        self._alive.clear()
 
     def _make_before(self) -> Any:
         natively, slowly, errors = self._passes.begin_optimizer, self._begin, self.errors
@@ -105,11 +109,7 @@ class OptimizerHook:
             track.below_optimizer.clear()
         self._on_move(track, below)
         if not self._is_in_engine and not is_nested:
-            self._count(
-                id(optimizer),
-                recorded,
-                in_backward=is_in_backward(track.top),
-            )
+            self._count(optimizer, recorded, in_backward=is_in_backward(track.top))
 
     def watch_deepspeed(self) -> None:
         """Wrap `step` of the DeepSpeed engine: it is the optimizer pass, and ends a training step
@@ -149,18 +149,26 @@ class OptimizerHook:
             if steps_before is not None and engine.global_steps > steps_before:
                 self._on_step_end(None)
 
-    def _count(self, stepper: int, recorded: Any, *, in_backward: bool) -> None:
+    def _count(self, optimizer: Any, recorded: Any, *, in_backward: bool) -> None:
         """Count a step. `recorded` is the result of `on_optimizer`: a training step that ends here
         ends at that place."""
-        if self._stepped and stepper not in self._stepped:
-            self._stepped.add(stepper)
+        is_other = bool(self._stepped) and id(optimizer) not in self._stepped
+        if not is_other:
+            self._stepped.clear()
+            self._alive.clear()
+        self._stepped.add(id(optimizer))
+        self._alive[id(optimizer)] = weakref.ref(optimizer, partial(self._forget, id(optimizer)))
+        if is_other:
             return
-        self._stepped.clear()
-        self._stepped.add(stepper)
         if in_backward:  # the rest of this backward still belongs to the step
             self._passes.ends_after_backward = True
         else:
             self._on_step_end(recorded)
+
+    def _forget(self, stepper: int, _dead: object) -> None:
+        """An optimizer was freed. The next one does not alternate with it; it may get its address."""
+        self._stepped.discard(stepper)
+        self._alive.pop(stepper, None)
 
     def backward_ended(self) -> None:
         if self._passes.ends_after_backward:
