@@ -102,7 +102,7 @@ def dtensor_param(param: Any, meshes: Meshes, *, key: object) -> HeldParam:
 
 def fsdp2_facts(state: Any, group: Any, meshes: Meshes) -> dict[str, Any]:
     """The fields of the `Unit` of a group."""
-    info, policy = group.mesh_info, group.mp_policy
+    info, policy = group.mesh_info, state._mp_policy  # torch 2.15 has none in the group
     return {
         "mesh": meshes.of_mesh(info.mesh),
         "placements": tuple(
