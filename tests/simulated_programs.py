@@ -8,10 +8,17 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from torchwhere.native import build as building
 from warm_python import WarmPython
 
 HERE = Path(__file__).parent
+_INTERFACE = building._HEADERS[0] / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h"
+captures = pytest.mark.skipif(
+    "isStreamCapturing" not in _INTERFACE.read_text(),
+    reason="this torch does not ask a device whether a stream is captured",
+)
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path

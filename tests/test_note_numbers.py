@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import torchwhere
-from simulated_programs import Tools
+from simulated_programs import Tools, captures
 
 pytestmark = pytest.mark.exhaustive  # two compilations
 
@@ -101,6 +101,7 @@ print("{}")
     }
 
 
+@captures
 def test_no_number_from_a_capture(tools: Tools, tmp_path: Path) -> None:
     """Nothing is enqueued on a stream that is being captured."""
     copies = tools.run(

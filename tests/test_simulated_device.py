@@ -17,13 +17,12 @@ import pytest
 
 import torchwhere
 from simulated_jobs import JOBS
-from simulated_programs import PROGRAM, Tools
+from simulated_programs import PROGRAM, Tools, captures
 from torchwhere.blackbox.device import device_times, device_waits
 from torchwhere.blackbox.reader import read_box
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.native import build as building
 from torchwhere.pipeline.verdict import diagnose_folder
 from warm_python import Program
 
@@ -406,11 +405,9 @@ print(json.dumps(status))
     assert any(line.startswith("a part of the device progress of rank 0") for line in missing)
 
 
+@captures
 def test_nothing_is_marked_during_a_capture(tools: Tools, tmp_path: Path) -> None:
     """While a stream is captured into a graph, torchwhere records no event on it."""
-    header = building._HEADERS[0] / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h"
-    if "isStreamCapturing" not in header.read_text():
-        pytest.skip("this torch does not ask a device whether a stream is captured")
     before, during, after = tools.run(
         """
 join_group(sim, folder)

@@ -166,7 +166,7 @@ class OptimizerHook:
             self._on_step_end(recorded)
 
     def _forget(self, stepper: int, _dead: object) -> None:
-        """An optimizer was freed. The next one does not alternate with it; it may get its address."""
+        """Forget an optimizer that was freed: the next one replaces it, and may get its address."""
         self._stepped.discard(stepper)
         self._alive.pop(stepper, None)
 
