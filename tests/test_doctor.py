@@ -31,6 +31,7 @@ from faulty_jobs import (
     marked,
 )
 from surroundings import NotHereError
+from torchwhere.blackbox.reader import read_box
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict
 from torchwhere.native.load import SWITCH
@@ -126,6 +127,8 @@ def diagnose(nursery: Nursery, name: str, victim: int, folder: Path, *, cuts: bo
             live = wait_for_verdict(folder / "run", expected)
             if waits_for_stall_snapshot(folder / "run", live):
                 live = wait_for_verdict(folder / "run", expected)
+            if live.kind == "dead":
+                wait_for_survivors(folder / "run", pids[:WORLD])
         finally:
             kill(pids[::-1])  # the monitor first
         damages = [*deletions(), *(cuts_of(name, victim, folder) if cuts else ())]
@@ -212,6 +215,17 @@ def waits_for_stall_snapshot(folder: Path, verdict: Verdict, *, most_s: float = 
         has_waited = True
         time.sleep(0.2)
     return has_waited
+
+
+def wait_for_survivors(folder: Path, pids: list[int], *, most_s: float = 30) -> None:
+    """Wait until each rank has exited or sent a heartbeat. Without that, the boxes of a job that is
+    killed now do not show which rank exited first."""
+    begin_ns, deadline = time.time_ns(), time.monotonic() + most_s
+    for rank, pid in enumerate(pids):
+        box = folder / f"rank{rank}.box"
+        while _runs(pid) and read_box(box).beat_ns <= begin_ns:
+            assert time.monotonic() < deadline, f"rank {rank} sends no heartbeat"
+            time.sleep(0.2)
 
 
 def kill(pids: list[int]) -> None:
