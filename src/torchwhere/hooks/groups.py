@@ -81,6 +81,8 @@ class WatchedGroups:
         self._groups: dict[int, WatchedGroup] = {}
         self._alive: dict[int, Any] = {}
         self._has_new = False
+        # kept, because Python clears the extension at the end of the process, before the last groups
+        self._forget_calls = None if box.native is None else box.native.forget_calls
         self._count_from: Callable[[int], Iterator[int]] = (
             itertools.count if box.native is None else box.native.Count
         )
@@ -164,8 +166,8 @@ class WatchedGroups:
     def _forget(self, key: int, _dead: object) -> None:
         self._groups.pop(key, None)
         self._alive.pop(key, None)
-        if self._box.native is not None:
-            self._box.native.forget_calls()  # it knows a group by its address
+        if self._forget_calls is not None:
+            self._forget_calls()  # the native extension knows a group by its address
 
     def _keep_count(self, name: str, counted: int) -> None:
         """Write the first number of our count: gloo also counts messages, so a reader may have to
