@@ -81,7 +81,7 @@ class WatchedGroups:
         self._groups: dict[int, WatchedGroup] = {}
         self._alive: dict[int, Any] = {}
         self._has_new = False
-        # kept, because Python clears the extension at the end of the process, before the last groups
+        # kept: at the end of the process, Python clears the extension before the last groups
         self._forget_calls = None if box.native is None else box.native.forget_calls
         self._count_from: Callable[[int], Iterator[int]] = (
             itertools.count if box.native is None else box.native.Count
