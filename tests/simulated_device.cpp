@@ -212,6 +212,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     static auto* memory = new PinnedMemory;
     return memory;
   }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override;
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return is_initialized; }
@@ -234,6 +235,15 @@ struct HostMemory final : c10::Allocator {
 };
 
 HostMemory* memory = new HostMemory;
+
+// FSDP frees the memory of its parameters, and allocates it again, in this way.
+void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {
+  c10::DataPtr data = memory->allocate(bytes);
+  size_t common = std::min(bytes, storage.nbytes());
+  if (common != 0) std::memcpy(data.get(), storage.data(), common);
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+}
 constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
 at::Tensor empty(
@@ -357,6 +367,14 @@ struct Collectives final : c10d::Backend {
   Result allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors&, const c10d::AllgatherOptions& options) override {
     return meet(outputs, options.asyncOp);
+  }
+  Result _allgather_base(
+      at::Tensor& output, at::Tensor&, const c10d::AllgatherOptions& options) override {
+    return meet({output}, options.asyncOp);
+  }
+  Result _reduce_scatter_base(
+      at::Tensor& output, at::Tensor&, const c10d::ReduceScatterOptions& options) override {
+    return meet({output}, options.asyncOp);
   }
   Result barrier(const c10d::BarrierOptions& options) override {
     Tensors tensors{at::empty(1, c10::Device(TYPE, 0))};

@@ -14,16 +14,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from nccl_jobs import FAULTY_STEP, VICTIM, Expected
+from simulated_streams import DEVICE, device_module
 
-DEVICE = "simulated"
 KERNEL_S = 0.002
 SIZE = 32
 GROUP_STREAM = 1  # of the asynchronous collectives of the first group
@@ -49,9 +50,7 @@ def load_device(library: Path) -> Any:
     sys.path.insert(0, str(library.parent))
     import simulated_device
 
-    module = ModuleType(f"torch.{DEVICE}")
-    module.__dict__.update(is_initialized=simulated_device.is_initialized)
-    torch._register_device_module(DEVICE, module)
+    torch._register_device_module(DEVICE, device_module(simulated_device))
     return simulated_device
 
 
@@ -96,10 +95,22 @@ def ddp() -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004, init_sync=False)
 
 
-def train(at_step: Callable[[int], None] = lambda step: None) -> None:
+def fsdp(blocks: int = 2) -> nn.Module:
+    """A model with FSDP2, whose collectives run on streams of its own."""
+    os.environ["LOCAL_RANK"] = "0"  # of the device
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    model = nn.Sequential(*(Block() for _ in range(blocks))).to(DEVICE)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(
+    at_step: Callable[[int], None] = lambda step: None, make_model: Callable[[], nn.Module] = ddp
+) -> None:
     """Train; the victim calls `at_step` between forward and backward. The CPU waits for the device
     only in the first steps."""
-    model = ddp()
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     rows, total = torch.ones(2, SIZE, device=DEVICE), buffer(1)
     for step in range(5000):
@@ -139,6 +150,11 @@ def healthy() -> None:
 
 
 @job("healthy", culprits=())
+def healthy_fsdp() -> None:
+    train(make_model=fsdp)
+
+
+@job("healthy", culprits=())
 def healthy_far_ahead() -> None:
     """The CPU issues 1,000 collectives while the device is busy, again and again."""
     x = buffer()
@@ -157,6 +173,12 @@ def healthy_far_ahead() -> None:
 def endless_kernel() -> None:
     """A kernel that does not end; the CPU goes on."""
     train(once(lambda: accelerator().endless_kernel()))
+
+
+@job("missing", on_device=True)
+def endless_kernel_fsdp() -> None:
+    """The same, while the streams of the other ranks wait for collectives on the streams of FSDP2."""
+    train(once(lambda: accelerator().endless_kernel()), fsdp)
 
 
 @job("missing", on_device=True)
@@ -213,6 +235,12 @@ def opposite_groups() -> None:
 def slow_device() -> None:
     """A device that is slow in each step; its CPU is not."""
     train(lambda step: accelerator().kernel(0.2))
+
+
+@job("straggler", on_device=True)
+def slow_device_fsdp() -> None:
+    """The same with FSDP2."""
+    train(lambda step: accelerator().kernel(0.2), fsdp)
 
 
 # -- on the CPU ------------------------------------------------------------------------------------

@@ -189,6 +189,50 @@ def test_a_wait_for_a_collective_that_is_done(tmp_path: Path) -> None:
     assert steps.open_calls.tolist() == [0]
 
 
+def on_own_stream(
+    reached: float, done: float | None, *, waited: float | None = None
+) -> DeviceEvent:
+    """A collective that blocks a stream beside that of the job, as those of FSDP."""
+    return DeviceEvent(0, reached, done, waited=waited, lane=1)
+
+
+def test_a_wait_for_another_stream(tmp_path: Path) -> None:
+    """A collective on a stream of its own is hidden until the stream of the job comes to the wait
+    for it, and exposed after that. Nothing is unclear, and its end is its own."""
+    own = [step_mark(0, 0), on_own_stream(10, 70, waited=50), step_mark(1, 100)]
+    steps = times_of(write(tmp_path, own, own, streams=(0, 7))).by_rank[0]
+    assert steps.exposed_ns.tolist() == [20 * MS]
+    assert steps.hidden_ns.tolist() == [40 * MS]
+    assert steps.unclear_ns.tolist() == [0]
+    assert steps.compute_ns.tolist() == [40 * MS]
+    assert calls_of(tmp_path, 0).transfer_ns.tolist() == [60 * MS]
+
+
+def test_a_wait_before_the_collective_is_reached(tmp_path: Path) -> None:
+    """The stream of the job waits, while the other stream is still in an earlier collective: all of
+    the wait in which a collective was in flight is exposed."""
+    calls = [on_own_stream(2, 10, waited=1), on_own_stream(12, 30, waited=5)]
+    own = [step_mark(0, 0), *calls, step_mark(1, 100)]
+    steps = times_of(write(tmp_path, own, own, streams=(0, 7))).by_rank[0]
+    assert steps.exposed_ns.tolist() == [26 * MS]
+    assert (steps.hidden_ns + steps.unclear_ns).tolist() == [0]
+
+
+def test_a_wait_for_a_stream_that_is_done(tmp_path: Path) -> None:
+    """A collective that was done before the stream of the job came to the wait is hidden. Without a
+    known wait it is unclear."""
+    own = [
+        step_mark(0, 0),
+        on_own_stream(10, 30, waited=50),
+        on_own_stream(60, 70),
+        step_mark(1, 100),
+    ]
+    steps = times_of(write(tmp_path, own, own, streams=(0, 7))).by_rank[0]
+    assert steps.exposed_ns.tolist() == [0]
+    assert steps.hidden_ns.tolist() == [20 * MS]
+    assert steps.unclear_ns.tolist() == [10 * MS]
+
+
 def test_a_wait_on_another_stream(tmp_path: Path) -> None:
     """A wait on a stream beside the job does not show whether the job waited."""
     call = DeviceEvent(0, 10, 40, waited=20, is_async=True, lane=1, wait_lane=1)

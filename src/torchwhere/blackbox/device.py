@@ -151,8 +151,8 @@ def device_times(box: Box) -> tuple[Words, Words]:
 
 
 def device_waits(box: Box) -> tuple[Words, npt.NDArray[np.int64]]:
-    """The time when a stream came to the wait for each asynchronous collective, and the lane of
-    that stream; 0 and -1: unknown."""
+    """The time when a stream came to the wait for each collective on another stream, and the lane
+    of the stream that waits; 0 and -1: unknown."""
     words = _times(box)[:, TIMES_WAITED]
     lanes = (words >> np.uint64(WAITED_LANE_SHIFT)).astype(np.int64) - 1
     return words & np.uint64(WAITED_MASK), lanes

@@ -138,8 +138,9 @@ def _last_call(source: DeviceSource, lane: DeviceLane) -> tuple[int | None, Call
     """The record of the collective at the last mark of a lane, and how far the device is in it. Two
     times None if that mark is not at a collective."""
     following = lane.next_record if lane.pending else None
-    if _times(source, following)[TIMES_WAITED] & WAITED_MASK == lane.t_ns:
-        return following, CallState.RUNNING  # the stream waits for an asynchronous collective
+    waited = _times(source, following)
+    if waited[TIMES_WAITED] & WAITED_MASK == lane.t_ns and waited[TIMES_REACHED]:
+        return following, CallState.RUNNING  # the stream waits for a collective on another stream
     times = _times(source, lane.record)
     if times[TIMES_DONE] == lane.t_ns:
         return lane.record, CallState.DONE

@@ -6,8 +6,10 @@ of the CPU is not the place of the job. A mark is an event on the current stream
 collective: when the event completes, the device has reached the collective. If the collective runs
 on the current stream, a second mark after it shows when it was done. The end of an asynchronous
 collective shows when the job waits for it: marks before and after `Work.wait` (`device_waits.h`).
-The native extension sets further marks by itself: at steps and at places, and at the waits of DDP
-and of functional collectives.
+A collective may also block a stream of its own, as in FSDP: then the job waits for an event on that
+stream, with marks before and after `Event.wait` (`stream_waits.h`). The native extension sets
+further marks by itself: at steps and at places, and at the waits of DDP and of functional
+collectives.
 
 The marks need the native extension. Without it, the progress of the device is unknown.
 """
@@ -30,13 +32,11 @@ REACHED, DONE = range(2)  # `Point` in device_progress.h
 # Where a mark shows the end of a collective: after the launch, if it blocks the current stream; at
 # the wait for it; nowhere. `End` in device_progress.h.
 AT_LAUNCH, AT_WAIT, UNMARKED = range(3)
-# The methods in which a job waits for asynchronous collectives, or issues several of them together:
-# the keys of their classes in `_torch`, and their names.
-_METHODS = (
-    ("work", "wait"),
-    ("process_group", "_start_coalescing"),
-    ("process_group", "_end_coalescing"),
-)
+# The methods in which a job waits for collectives, or issues several of them together: their names
+# in the native extension.
+_WORK_METHODS = ("Work.wait",)
+_GROUP_METHODS = ("_start_coalescing", "_end_coalescing")
+_EVENT_METHODS = ("Event.record", "Event.wait")
 # After these errors every call of CUDA or HIP in this process fails.
 _FINAL_ERRORS = (
     "device-side assert",
@@ -100,10 +100,17 @@ class DeviceHook:
         )
         module = getattr(torch, device_type, None)
         self._has_context = getattr(module, "is_initialized", None) if self.is_on else None
-        for key, name in _METHODS if self.is_on else ():
-            owner = _torch.private(key)
-            if hasattr(owner, name):
-                self._patches.replace(owner, name, partial(_method, native, name))
+        if self.is_on:
+            self._replace(native, _torch.private("work"), _WORK_METHODS)
+            self._replace(native, _torch.private("process_group"), _GROUP_METHODS)
+            self._replace(native, getattr(module, "Event", None), _EVENT_METHODS)
+
+    def _replace(self, native: NativeExtension, owner: Any, names: Sequence[str]) -> None:
+        """Replace those methods that a class defines itself."""
+        for name in names:
+            method = name.rpartition(".")[2]
+            if isinstance(owner, type) and method in vars(owner):
+                self._patches.replace(owner, method, partial(_method, native, name))
 
     def remove(self) -> None:
         self._patches.restore()
@@ -168,7 +175,7 @@ def _no_mark(*_: int) -> None:
 
 
 def _method(native: NativeExtension, name: str, original: Any) -> Any:
-    """The replacement of a method of pybind11."""
+    """The replacement of a method."""
     return native.device_method(name, getattr(original, "__func__", original))
 
 

@@ -69,6 +69,7 @@ inline void collective(
 inline void close_gate() {
   Box* box = kernel.box.exchange(nullptr);
   async_calls->clear();
+  stream_calls->clear();
   known_calls.forget();
   frame_roles.end();
   if (box == nullptr) return;
@@ -181,6 +182,7 @@ inline PyObject* abandon(PyObject*, PyObject*) {
   kernel.inside = 0;
   new (&kernel.lock) std::mutex;
   async_calls = new AsyncCalls;
+  stream_calls = new StreamCalls;
   close_gate();
   Py_RETURN_NONE;
 }

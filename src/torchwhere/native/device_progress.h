@@ -1,10 +1,10 @@
 // Records the progress of an accelerator: marks at collectives, steps and places.
 //
 // A mark is an event (`device_events.h`) on the current stream, recorded just before a collective is
-// issued, at the begin of a step, or when the place of the thread changes. When it completes, the
-// device has reached that point. A second mark after a collective on the current stream shows when
-// the collective was done; for an asynchronous collective, marks around the wait for it show that
-// (`device_waits.h`). The reader of the events writes the times into the box.
+// issued, at the begin of a step, or when the place of the thread changes (`place_marks.h`). When it
+// completes, the device has reached that point. A second mark after a collective on the current
+// stream shows when the collective was done; for an asynchronous collective, marks around the wait
+// for it show that (`device_waits.h`). The reader of the events writes the times into the box.
 #pragma once
 
 #include <ATen/Context.h>
@@ -26,12 +26,18 @@ constexpr int TIMES_NUMBER = 0, TIMES_REACHED = 1, TIMES_DONE = 2, TIMES_WAITED 
               TIMES_WORDS = 4;
 // The index of the lane plus 1: in the word of the number, and in that of the wait.
 constexpr int TIMES_LANE_SHIFT = 56, WAITED_LANE_SHIFT = 59;
-// A thread marks its place at most this often, and more often if the pass changes. So places cost
-// at most 0.4 % of the time of the thread, for any model: a mark takes about 2 us.
-constexpr uint64_t PLACE_EVERY_NS = 500'000, PASS_EVERY_NS = 50'000;
 
 // WAITED: the stream has come to a wait for an asynchronous collective.
-enum class Point : int { REACHED = 0, DONE = 1, PLACE = 2, WAITED = 3 };
+// STREAM_WAITED, STREAM_PASSED: the stream has come to a wait for the stream of a collective, and has
+// passed it. The collective has its own marks on its stream.
+enum class Point : int {
+  REACHED = 0,
+  DONE = 1,
+  PLACE = 2,
+  WAITED = 3,
+  STREAM_WAITED = 4,
+  STREAM_PASSED = 5
+};
 
 // `record` and `counter` are negative if there is none.
 struct MarkedCall {
@@ -67,8 +73,8 @@ struct DeviceSections {
     uint64_t* words = words_of(lane);
     words[LANE_PLACE] = mark.place;
     words[LANE_STEP] = mark.step;
-    if (uint64_t record = collective_of(mark))  // the wait for a collective may come after others
-      words[LANE_RECORD] = std::max(words[LANE_RECORD], record);
+    if (is_on_lane(mark.point))  // the wait for a collective may come after others
+      words[LANE_RECORD] = std::max(words[LANE_RECORD], collective_of(mark));
     words[LANE_TIME] = t_ns;
     if (mark.others != nullptr)
       for (const MarkedCall& call : *mark.others) reach(lane, mark.point, call, t_ns);
@@ -79,7 +85,9 @@ struct DeviceSections {
   void waits(const MarkLane& lane, size_t pending, const Mark* next) {
     uint64_t* words = words_of(lane);
     words[LANE_NEXT_PLACE] = next == nullptr ? 0 : next->place;
-    words[LANE_NEXT_RECORD] = next == nullptr ? 0 : collective_of(*next);
+    // before it has come to a wait for another stream, this stream is not in the collective there
+    bool has_next = next != nullptr && next->point != Point::STREAM_WAITED;
+    words[LANE_NEXT_RECORD] = has_next ? collective_of(*next) : 0;
     words[LANE_PENDING] = pending;
   }
 
@@ -94,6 +102,11 @@ struct DeviceSections {
     return box->words + lanes + lane.index * LANE_WORDS;
   }
 
+  // Whether a mark of a collective shows that this lane has reached it.
+  static bool is_on_lane(Point point) {
+    return point != Point::STREAM_WAITED && point != Point::STREAM_PASSED;
+  }
+
   // The number of the record of a mark's collective, plus 1; 0 if it has none.
   static uint64_t collective_of(const Mark& mark) {
     bool is_collective = mark.point != Point::PLACE && mark.call.record >= 0;
@@ -101,7 +114,8 @@ struct DeviceSections {
   }
 
   void reach(const MarkLane& lane, Point point, const MarkedCall& call, uint64_t t_ns) {
-    if (call.record >= 0) set_time(lane, point, static_cast<uint64_t>(call.record) + 1, t_ns);
+    if (call.record >= 0 && point != Point::STREAM_PASSED)
+      set_time(lane, point, static_cast<uint64_t>(call.record) + 1, t_ns);
     if ((point == Point::REACHED || point == Point::DONE) && call.counter >= 0)
       count(point, call, t_ns);
   }
@@ -121,8 +135,10 @@ struct DeviceSections {
       times_of[TIMES_DONE] = t_ns;
     else if (point == Point::WAITED)
       times_of[TIMES_WAITED] = t_ns | lane_number << WAITED_LANE_SHIFT;
-    else
+    else if (point != Point::STREAM_WAITED)
       times_of[TIMES_REACHED] = t_ns;
+    else if (times_of[TIMES_WAITED] == 0)  // the first wait: a later one finds the stream free
+      times_of[TIMES_WAITED] = t_ns | lane_number << WAITED_LANE_SHIFT;
     bool is_reached = point == Point::REACHED || point == Point::PLACE;
     if (is_reached)
       times_of[TIMES_NUMBER] = number | lane_number << TIMES_LANE_SHIFT;
@@ -197,32 +213,6 @@ struct DeviceProgress : DeviceEvents<DeviceSections> {
   }
 };
 inline DeviceProgress* device_progress = new DeviceProgress;
-
-// -- places and steps -----------------------------------------------------------------------------
-// These functions release the GIL. They come last in a function, after all use of the box.
-
-struct LastPlaceMark {
-  uint64_t t_ns = 0, pass = 0;
-};
-inline thread_local LastPlaceMark last_place_mark;
-
-// Marks the place of this thread on the device, if the last mark is old enough.
-inline void mark_place(const Box* box, uint64_t place, uint64_t t_ns) {
-  DeviceProgress& self = *device_progress;
-  if (!self.has_context.load(std::memory_order_relaxed)) return;
-  LastPlaceMark& last = last_place_mark;
-  uint64_t pass = place >> PASS_SHIFT & PASS_MASK;
-  if (t_ns - last.t_ns < (pass == last.pass ? PLACE_EVERY_NS : PASS_EVERY_NS)) return;
-  last = {t_ns, pass};
-  self.mark_current_device(t_ns, {Point::PLACE, {-1, -1, 0}, place, box->step});
-}
-
-inline void mark_step(const Box* box, uint64_t place, uint64_t record, uint64_t t_ns) {
-  DeviceProgress& self = *device_progress;
-  if (!self.has_context.load(std::memory_order_relaxed)) return;
-  auto number = static_cast<int64_t>(record);
-  self.mark_current_device(t_ns, {Point::PLACE, {number, -1, 0}, place, box->step});
-}
 
 // -- functions for Python -------------------------------------------------------------------------
 
@@ -343,16 +333,6 @@ inline PyObject* device_mark(PyObject*, PyObject* const* args, Py_ssize_t given)
   if (!given_mark.parse(args, given)) return nullptr;
   given_mark.mark.point = given_mark.last == 1 ? Point::DONE : Point::REACHED;
   device_progress->mark(given_mark.index, given_mark.issued_ns, given_mark.mark);
-  Py_RETURN_NONE;
-}
-
-// device_step(box, place, record): marks the begin of a step on the current device.
-inline PyObject* device_step(PyObject*, PyObject* const* args, Py_ssize_t given) {
-  if (given != 3) return PyErr_Format(PyExc_TypeError, "expected 3 arguments, not %zd", given);
-  uint64_t place = PyLong_AsUnsignedLongLong(args[1]);
-  uint64_t record = PyLong_AsUnsignedLongLong(args[2]);
-  if (PyErr_Occurred()) return nullptr;
-  mark_step(reinterpret_cast<Box*>(args[0]), place, record, now_ns());
   Py_RETURN_NONE;
 }
 

@@ -14,17 +14,18 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include "buckets.h"
-#include "device_progress.h"
+#include "stream_calls.h"
 
 namespace torchwhere {
 
 constexpr size_t MOST_ASYNC_CALLS = 4096;  // a job that never waits would fill the table
 
-// An asynchronous collective that the job has not waited for.
+// A collective that the job has not waited for.
 struct AsyncCall {
   c10::DeviceIndex index = 0;
   Mark mark{};
-  std::vector<const void*> keys;  // its Work and its storages: each leads to it
+  // its Work and its storages, or an event after it: each leads to it
+  std::vector<const void*> keys;
 
   void set_mark(Point point) const {
     Mark due = mark;
@@ -94,7 +95,7 @@ inline void launched(const DueMark& due, const void* work, std::vector<const voi
   if (issued_together)
     issued_together->push_back(due);
   else if (due.end == End::AT_LAUNCH)
-    device_progress->mark(due.index, now_ns(), due.mark);
+    mark_end(due.index, due.mark);
   else
     async_calls->add(
         std::make_shared<const AsyncCall>(AsyncCall{due.index, due.mark, std::move(keys)}));
@@ -144,33 +145,12 @@ inline PyObject* end_coalescing(
   AsyncCall all{marks.back().index, marks.back().mark, {}};
   all.mark.others = std::make_shared<const std::vector<MarkedCall>>(std::move(others));
   if (work == Py_None) {
-    all.set_mark(Point::DONE);
+    mark_end(all.index, all.mark);
   } else {
     all.keys.push_back(held_by(work));
     async_calls->add(std::make_shared<const AsyncCall>(std::move(all)));
   }
   return work;
-}
-
-// device_method(name, original) -> the method that replaces `Work.wait`, or `_start_coalescing` or
-// `_end_coalescing` of ProcessGroup. `original` is the function of the original method.
-inline PyObject* device_method(PyObject*, PyObject* args) {
-  constexpr int flags = METH_FASTCALL | METH_KEYWORDS;
-  static PyMethodDef definitions[] = {
-      {"wait", method(work_wait), flags, nullptr},
-      {"_start_coalescing", method(start_coalescing), flags, nullptr},
-      {"_end_coalescing", method(end_coalescing), flags, nullptr}};
-  const char* name;
-  PyObject* original;
-  if (!PyArg_ParseTuple(args, "sO", &name, &original)) return nullptr;
-  for (PyMethodDef& definition : definitions) {
-    if (std::strcmp(definition.ml_name, name) != 0) continue;
-    PyObject* function = PyCFunction_New(&definition, original);
-    PyObject* replacement = function == nullptr ? nullptr : PyInstanceMethod_New(function);
-    Py_XDECREF(function);
-    return replacement;
-  }
-  return PyErr_Format(PyExc_ValueError, "unknown method %s", name);
 }
 
 // The kernel on `_c10d_functional::wait_tensor`, which waits for a functional collective.

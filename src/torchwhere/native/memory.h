@@ -24,7 +24,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include "box.h"
-#include "device_progress.h"
+#include "place_marks.h"
 
 namespace torchwhere {
 

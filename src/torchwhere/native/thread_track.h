@@ -7,8 +7,8 @@
 #include <ATen/SequenceNumber.h>
 
 #include "box.h"
-#include "device_progress.h"
 #include "memory.h"
+#include "place_marks.h"
 
 namespace torchwhere {
 

@@ -5,10 +5,12 @@ device of the group did, and when it was done.
 `JobArrivals` finds the last device of each collective from the arrivals of all ranks. With that,
 `device_calls` gives the `DeviceCalls` of a rank, as columns in aligned time.
 
-A box has the end of each collective that runs on the current stream of the device. Of an
-asynchronous collective it has when a stream came to the wait for it, and when the stream passed
-that wait. If the stream had to wait, it passed when the collective was done. Otherwise only a lower
-bound of the end is known: most collectives end on no rank before the last device has reached them.
+A box has the end of each collective that runs on the current stream of the device. If that is not
+the stream of the job, as in FSDP, the box also has when the stream of the job came to the wait for
+it. Of an asynchronous collective it has when a stream came to the wait for it, and when the stream
+passed that wait. If the stream had to wait, it passed when the collective was done. Otherwise only
+a lower bound of the end is known: most collectives end on no rank before the last device has
+reached them.
 """
 
 from __future__ import annotations
@@ -133,12 +135,14 @@ def device_calls(
     at, reached, done, last_ns, last_rank = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(at)
     at, done = at[order], done[order]
-    is_on_stream, flags = on_job_stream(box, device_lane_numbers(box)[at]), box.records["flags"][at]
+    lanes, flags = device_lane_numbers(box)[at], box.records["flags"][at]
+    is_on_stream, is_async = on_job_stream(box, lanes), flags & FLAG_ASYNC != 0
     is_replayed = flags & FLAG_REPLAYED != 0
     waited, wait_lanes = (words[at] for words in device_waits(box))
     waited_ns = clocks.aligned_ns(box.rank, as_wall_ns(box, waited))
     waited_ns = np.where(waited > 0, waited_ns, UNKNOWN_NS)
-    is_known = (waited == 0) | _shows_end(waited_ns, done)
+    has_own_end = (waited == 0) | (~is_async & (wait_lanes != lanes))
+    is_known = has_own_end | _shows_end(waited_ns, done)
     return DeviceCalls(
         rank=box.rank,
         at=at,
@@ -150,7 +154,7 @@ def device_calls(
         last_rank=last_rank[order],
         waits_for_all=_wait_for_all(box, at),
         is_on_stream=is_on_stream,
-        is_blocking=is_on_stream & (flags & FLAG_ASYNC == 0) & ~is_replayed,
+        is_blocking=is_on_stream & ~is_async & ~is_replayed,
         is_replayed=is_replayed,
     )
 

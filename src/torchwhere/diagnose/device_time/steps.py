@@ -3,10 +3,10 @@
 `device_steps` takes a box and its `DeviceCalls`, and gives `DeviceSteps`: one item a column for
 each step. Four parts add up to the time of a step:
 
-- *exposed*: a collective blocked the stream of the job, or the stream waited for an asynchronous
-  one, so no kernel of the job ran on it.
-- *hidden*: other collectives were in flight, asynchronous or on a separate stream, and the
-  stream of the job continued: it reached a later mark before they ended.
+- *exposed*: a collective blocked the stream of the job, or the stream waited for one that is
+  asynchronous or on a separate stream, so no kernel of the job ran on it.
+- *hidden*: only such other collectives were in flight, and the stream of the job continued: it came
+  to its next mark later, for example to the wait for them.
 - *unclear*: such a collective was in flight, and it is not known whether the stream continued or
   waited for the collective. A replay of a CUDA graph that contains a collective counts as a whole.
 - *compute*: no collective was in flight. The device computed, copied, or had nothing to do.
@@ -35,6 +35,7 @@ from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.device_time.calls import NO_RANK, DeviceCalls
 
 MOST_STEPS = 100
+Intervals = tuple[Times, Times]  # their begins and ends
 PARTS = ("compute", "hidden", "unclear", "exposed")
 
 
@@ -96,14 +97,12 @@ def device_steps(
     if not is_complete.any():
         return None
     edges = begins[:-1][is_complete], begins[1:][is_complete]
-    is_exposed = calls.is_blocking | ((calls.waited_ns >= 0) & (calls.done_ns >= 0))
-    begins = np.where(calls.is_blocking, calls.reached_ns, _waits(calls))
-    exposed = _Cover(begins[is_exposed], calls.end_ns[is_exposed])
-    unhidden = _Cover(*_unhidden(box, calls, clocks))
-    in_flight = _Cover(calls.reached_ns, calls.end_ns)
+    busy = calls.reached_ns, calls.end_ns
+    blocked = _blocked(calls)
+    unhidden = _together(blocked, _unhidden(box, calls, clocks))
     waits = calls.wait_ns.clip(min=0)
-    device_ns, exposed_ns = edges[1] - edges[0], exposed.within(*edges)
-    unhidden_ns, busy_ns = unhidden.within(*edges), in_flight.within(*edges)
+    device_ns, busy_ns = edges[1] - edges[0], _Cover(*busy).within(*edges)
+    exposed_ns, unhidden_ns = (_common(own, busy, edges) for own in (blocked, unhidden))
     step_of = np.searchsorted(edges[0], calls.reached_ns, side="right") - 1
     is_inside = (step_of >= 0) & (calls.reached_ns < edges[1][step_of])
     return DeviceSteps(
@@ -145,12 +144,19 @@ def _begins(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[
     return numbers, np.maximum.accumulate(begins) if len(begins) else begins
 
 
-def _waits(calls: DeviceCalls) -> Times:
-    """When the stream came to the wait for each collective, before the end of the collective."""
-    return np.clip(calls.waited_ns, calls.reached_ns, calls.end_ns)
+def _blocked(calls: DeviceCalls) -> Intervals:
+    """When the stream of the job ran no kernel: a collective blocked it, or it waited for one.
+
+    A wait may begin before the device has reached the collective: its stream may still be in an
+    earlier one.
+    """
+    has_wait = ~calls.is_blocking & (calls.waited_ns >= 0) & (calls.done_ns >= 0)
+    begins = np.where(has_wait, np.minimum(calls.waited_ns, calls.end_ns), calls.reached_ns)
+    is_known = calls.is_blocking | has_wait
+    return begins[is_known], calls.end_ns[is_known]
 
 
-def _unhidden(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tuple[Times, Times]:
+def _unhidden(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> Intervals:
     """The start and end of the time in which the stream may have waited for each collective.
 
     If a wait for it is known, that is the time. Otherwise: the stream reaches its next mark only
@@ -166,7 +172,8 @@ def _unhidden(box: Box, calls: DeviceCalls, clocks: Clocks | HostClocks) -> tupl
     begins = calls.reached_ns.copy()
     begins[is_resolved] = np.maximum(moments[before[is_resolved]], begins[is_resolved])
     has_wait = ~calls.is_blocking & (calls.waited_ns >= 0)
-    begins[has_wait] = _waits(calls)[has_wait]
+    waits = np.clip(calls.waited_ns, calls.reached_ns, calls.end_ns)
+    begins[has_wait] = waits[has_wait]
     return begins, calls.end_ns
 
 
@@ -180,6 +187,19 @@ def _waited_for(calls: DeviceCalls, waits: Times, step_of: Times, steps: int) ->
     order = np.argsort(sums, kind="stable")
     waited_for[keys[order, 0]] = keys[order, 1]  # the largest is written last
     return waited_for
+
+
+def _common(these: Intervals, others: Intervals, edges: Intervals) -> Times:
+    """The time in each window that some intervals and others cover both."""
+    own_ns, other_ns, either_ns = (
+        _Cover(*intervals).within(*edges) for intervals in (these, others, _together(these, others))
+    )
+    return own_ns + other_ns - either_ns
+
+
+def _together(these: Intervals, others: Intervals) -> Intervals:
+    begins, ends = zip(these, others, strict=True)
+    return np.concatenate(begins), np.concatenate(ends)
 
 
 class _Cover:
