@@ -47,7 +47,7 @@ class Part:
 PARTS = {
     "places": Part(
         "no marks at places",
-        "native/device_progress.h",
+        "native/place_marks.h",
         r"inline void mark_place\([^)]*\) \{",
         r"\g<0> return;",
     ),
@@ -56,6 +56,12 @@ PARTS = {
         "native/device_progress.h",
         r"void mark\([^)]*\) noexcept \{",
         r"\g<0> return;",
+    ),
+    "streams": Part(
+        "no marks at waits for the streams of FSDP",
+        "native/stream_waits.h",
+        r"inline bool marks_streams\([^)]*\) \{",
+        r"\g<0> return false;",
     ),
     "polling": Part(
         "marks are read once a second",
