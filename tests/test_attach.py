@@ -308,7 +308,7 @@ def test_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(
         "import os, time, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
-        "print('ready', flush=True)\n"
+        "os.write(1, b'ready\\n')\n"
         "if dist.get_rank() == 1:\n"
         "    time.sleep(600)\n"
         "dist.barrier()\n"
