@@ -1,4 +1,5 @@
-"""Who died and who died of it, told from last words and from what was seen of the processes."""
+"""Which ranks exited first and which exited because of them, from exit records and from the states
+of the processes."""
 
 from __future__ import annotations
 

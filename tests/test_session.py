@@ -35,6 +35,7 @@ from torchwhere.hooks.late_imports import LateImports
 from torchwhere.hooks.modules import ModuleHook
 from torchwhere.hooks.optimizers import OptimizerHook
 from torchwhere.hooks.stack_files import Faults
+from torchwhere.pipeline.verdict import diagnose_folder
 from warm_python import Program, WarmPython
 
 
@@ -749,6 +750,24 @@ def test_an_exception_outside_any_module_has_a_note_too(tmp_path: Path) -> None:
     (note,) = caught.value.__notes__
     assert note.startswith("torchwhere: rank 0, step 0, outside any module, ")
     assert len(list(torchwhere.read_run(tmp_path).events(kinds={"exception"}))) == 1
+
+
+def test_an_inferred_last_place(tmp_path: Path) -> None:
+    """If a kernel of torch fails in a backward, the engine does not say in which node. The verdict
+    says that the last place is inferred."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid())
+
+    def step() -> None:
+        out = model(torch.ones(2, 2))
+        out.detach().zero_()  # the sigmoid has saved it: an error in backward
+        out.sum().backward()
+
+    with pytest.raises(RuntimeError), torchwhere.watch(model, out=tmp_path):
+        step()
+    verdict = diagnose_folder(tmp_path)
+    (line,) = [line for line in verdict.explanation if line.startswith("  last place: ")]
+    assert line.startswith("  last place: backward of 1, ")
+    assert line.endswith(", step 0, (inferred)")
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torchwhere.core.grouping import grouped
+from torchwhere.core.place import Certainty
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.device_errors import DeviceError
@@ -197,7 +198,9 @@ def _exit_lines(context: Context, rank: int) -> tuple[str, ...]:
     before = None
     if error is not None and context.exits.has_failed(rank):
         before = survived_exception(rank_calls, error.number)
-    return (how, f"  last place: {place_text(where)}", *survived_text(before))
+    is_inferred = error is not None and where.certainty is Certainty.INFERRED
+    last_place = f"{place_text(where)}, (inferred)" if is_inferred else place_text(where)
+    return (how, f"  last place: {last_place}", *survived_text(before))
 
 
 def _gist(text: str) -> str:
