@@ -804,6 +804,31 @@ raise RuntimeError("CUDA error: device-side assert triggered")
     ]
 
 
+def test_a_hook_of_threads_that_another_library_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the watch it only calls the hook that was there before, also on a new thread."""
+    seen: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(str(args.exc_value)))
+
+    def run(text: str) -> None:
+        def fail() -> None:
+            raise ValueError(text)
+
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+
+    with torchwhere.watch(out=tmp_path):
+        run("inside")
+        found = threading.excepthook
+    monkeypatch.setattr(threading, "excepthook", lambda args: found(args))
+    run("after it")
+    assert seen == ["inside", "after it"]
+    events = list(torchwhere.read_run(tmp_path).events(kinds={"exception"}))
+    assert [event.fields["text"] for event in events] == ["ValueError: inside"]
+
+
 def test_a_hook_of_python_does_not_keep_the_watch_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

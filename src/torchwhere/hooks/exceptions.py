@@ -59,7 +59,7 @@ class ExceptionHook:
     def _make_thread_hook(self, below: Any) -> Any:
         def thread_ends(args: threading.ExceptHookArgs) -> None:
             if args.exc_value is not None:
-                self.in_module(args.exc_value, self._locator.threads.here())
+                self._ends(args.exc_value)
             below(args)
 
         return thread_ends
@@ -73,10 +73,17 @@ class ExceptionHook:
         ) -> None:
             hook = reference()
             if hook is not None and error is not None:
-                hook.in_module(error, hook._locator.threads.here())
+                hook._ends(error)
             below(kind, error, traceback)
 
         return process_ends
+
+    @_torch.unseen
+    def _ends(self, error: BaseException) -> None:
+        """`error` ends a thread or the process. After the watch a thread has no track."""
+        if self.active:
+            with self.errors:
+                self.in_module(error, self._locator.threads.here())
 
     def remove(self) -> None:
         self.active = False
