@@ -225,6 +225,32 @@ print("{}")
     assert not device_times(box)[1].any()
 
 
+def test_a_collective_that_fails(tools: Tools, tmp_path: Path) -> None:
+    """It was never launched, so it has no end: the next collective is another one."""
+    tools.run(
+        """
+join_group(sim, folder)
+x, others = buffer(), dist.new_group(backend="gloo")
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    try:
+        dist.reduce(x, 0)
+        raise AssertionError("this backend has no reduce")
+    except RuntimeError:
+        pass
+    dist.all_reduce(torch.ones(1), group=others)
+    settle(part.device_status()["marked"])
+print("{}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    at = np.flatnonzero(box.records["kind"] == int(Kind.COLLECTIVE))
+    reached_ns, done_ns = device_times(box)
+    assert (reached_ns[at] > 0).tolist() == [True, True, False]
+    assert (done_ns[at] > 0).tolist() == [True, False, False]
+
+
 def test_collectives_of_a_coalescing_manager(tools: Tools, tmp_path: Path) -> None:
     """Collectives in a `_coalescing_manager` are launched when it ends, so they are not done before
     that. A manager that cannot begin changes nothing for later collectives."""

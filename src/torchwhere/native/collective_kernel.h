@@ -26,7 +26,11 @@ inline void call_python(
   struct Restore {
     Launch launch = launch_in_python;
     CallInPython call = call_in_python;
-    ~Restore() { launch_in_python = launch, call_in_python = call; }
+    DueMark due = std::exchange(due_mark, {});  // of a collective around this one
+    ~Restore() {
+      launch_in_python = launch, call_in_python = call;
+      due_mark = std::move(due);  // also after an exception
+    }
   } restore;
   launch_in_python = launch;
   call_in_python = call;
