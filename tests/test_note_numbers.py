@@ -101,6 +101,31 @@ print("{}")
     }
 
 
+def test_a_tensor_without_a_number_of_elements(tools: Tools, tmp_path: Path) -> None:
+    """The extension raises an error for a tensor with a symbolic size: the process continues."""
+    raised = tools.run(
+        """
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torchwhere.api import watch
+
+symbolic = ShapeEnv().create_unbacked_symint()
+with FakeTensorMode(shape_env=symbolic.node.shape_env):
+    sized = torch.empty(symbolic)
+raised = ""
+with torchwhere.watch(out=folder / "run"):
+    box = watch._current.recorder.box
+    try:
+        part.device_note(box.native_box, box.geometry.texts_at, 0, [sized._cdata], [0])
+    except RuntimeError as error:
+        raised = str(error)
+print(json.dumps(raised))
+""",
+        tmp_path,
+    )
+    assert "symbolic" in raised
+
+
 @captures
 def test_no_number_from_a_capture(tools: Tools, tmp_path: Path) -> None:
     """Nothing is enqueued on a stream that is being captured."""

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchwhere
 from torchwhere.recorder.note_text import MOST_NUMBERS, NOT_COMPUTED, NoteText, json_text
@@ -42,6 +44,20 @@ def test_a_tensor_without_numbers_is_described() -> None:
     assert inside == [{"x": "tensor of shape [], torch.float32, on cpu"}]
     loss = torch.tensor(0.5, device="meta")
     assert text_of(loss=loss, reads_device=False) == {"loss": META}
+
+
+def test_a_tensor_of_a_device_without_plain_numbers() -> None:
+    """The numbers of a sparse, nested or symbolic tensor are not in one piece: it is described."""
+    on_meta = torch.device("meta")
+    rows = torch.sparse_csr_tensor([0, 1], [0], [1.0], size=(1, 1), device=on_meta)
+    pairs = torch.sparse_coo_tensor([[0]], [1.0], size=(1,), device=on_meta)
+    ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    symbolic = ShapeEnv().create_unbacked_symint()
+    with FakeTensorMode(shape_env=symbolic.node.shape_env):
+        sized = torch.empty(symbolic, device="cuda")
+    for tensor in (rows, pairs, ragged.to(on_meta), sized):
+        text = text_of(x=tensor)["x"]
+        assert text == f"tensor of shape {list(tensor.shape)}, torch.float32, on {tensor.device}"
 
 
 def test_numbers_of_a_device_have_placeholders() -> None:

@@ -101,7 +101,7 @@ class OpenText {
 // when the device has computed the numbers of these tensors. `tensors` has the addresses of their
 // implementations, which must be alive. `offsets` has the offset of each placeholder in the payload.
 // If a tensor cannot be read, the text says so at once.
-inline PyObject* device_note(PyObject*, PyObject* args) {
+inline PyObject* complete_note(PyObject* args) {
   PyObject *box_object, *tensors, *offsets;
   unsigned long long text_at, place;
   bool is_parsed = PyArg_ParseTuple(
@@ -130,6 +130,14 @@ inline PyObject* device_note(PyObject*, PyObject* args) {
     for (size_t offset : places) text->set(box, offset, NOT_READ);
   }
   Py_RETURN_NONE;
+}
+
+inline PyObject* device_note(PyObject*, PyObject* args) {
+  try {
+    return complete_note(args);
+  } catch (const std::exception& error) {  // a tensor with symbolic sizes; a wrapper that raises
+    return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_RuntimeError, "%s", error.what());
+  }
 }
 
 }  // namespace torchwhere

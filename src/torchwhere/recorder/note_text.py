@@ -86,8 +86,8 @@ class NoteText:
             return str(value)
         if value.device.type == "cpu":
             return _numbers(value)
-        local = _local(value)
-        if not self._reads_device or local is None or not _is_readable(local):
+        local = _readable(value) if self._reads_device else None
+        if local is None:
             return _description(value)
         self._tensors.append(local)
         return np.full(tuple(local.shape), _TOKEN, dtype=object).tolist()
@@ -110,7 +110,18 @@ def _local(tensor: torch.Tensor) -> torch.Tensor | None:
     return getattr(tensor, "_local_tensor", None) if is_replicated else None
 
 
+def _readable(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that has the numbers, if the device can send them."""
+    try:
+        local = _local(tensor)
+        return local if local is not None and _is_readable(local) else None
+    except Exception:  # sparse CSR and nested tensors have no `is_contiguous`
+        return None
+
+
 def _is_readable(tensor: torch.Tensor) -> bool:
+    if any(type(size) is not int for size in tensor.shape):  # symbolic, or jagged
+        return False
     is_small = 0 < tensor.numel() <= MOST_NUMBERS
     return is_small and tensor.dtype in _TYPES and tensor.is_contiguous()
 
