@@ -102,6 +102,28 @@ print("{}")
     assert not device_waits(box)[0].any()
 
 
+def test_a_stream_that_becomes_the_stream_of_the_job(tools: Tools, tmp_path: Path) -> None:
+    """The first collective runs beside the stream of the job. Then steps begin on its stream: an
+    event there is no event after the collective, but one of the job itself."""
+    tools.run(
+        BEGIN
+        + """
+with torchwhere.watch(out=folder / "run"):
+    issue()
+    with own:
+        torchwhere.step(1)
+        own.wait_event(own.record_event())
+    torchwhere.step(2)
+    settle(part.device_status()["marked"])
+print("{}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    assert len(collectives_in(box)) == 1
+    assert not device_waits(box)[0].any()
+
+
 def test_the_methods_of_an_event(tools: Tools, tmp_path: Path) -> None:
     """In a watch, the methods of an event return what they returned before, take the same arguments
     and raise the same errors. After it, they are the original ones."""

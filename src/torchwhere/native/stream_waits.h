@@ -34,7 +34,8 @@ inline std::optional<c10::Stream> stream_given(
 // The stream on which an event was recorded may have a collective before it: then a wait for the
 // event is a wait for this collective.
 inline void recorded(PyObject* event, const c10::Stream& stream) {
-  std::optional<Mark> mark = stream_calls->find(stream);
+  std::optional<Mark> mark;
+  if (stream.id() != job_stream) mark = stream_calls->find(stream);
   if (mark)
     async_calls->add(
         std::make_shared<const AsyncCall>(AsyncCall{stream.device_index(), *mark, {event}}));
