@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import (
@@ -465,3 +466,57 @@ def test_nothing_is_kept_alive(extension: Any) -> None:
         del model
         gc.collect()
         assert ref() is None
+
+
+def test_a_group_that_a_mesh_names(extension: Any, tmp_path: Path) -> None:
+    """A mesh may get a group that is older than it. Then known calls of the group have its name in
+    the mesh."""
+    group = dist.new_group([0, 1, 2, 3])
+    meshes = []
+
+    def job() -> None:
+        for step in range(6):
+            if step == 3:
+                meshes.append(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("inner",)))
+                dist.new_group([0, 1])  # the names of groups are read when there is a new one
+            dist.all_reduce(torch.ones(3), group=group)
+            torchwhere.step()
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop") as raised, torchwhere.watch(out=tmp_path):
+        job()
+    (note,) = raised.value.__notes__
+    assert note.endswith("all_reduce #4 on inner, all_reduce #5 on inner")
+    assert extension.recorded() > 0
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_call_in_a_compilation(
+    is_reported: bool, extension: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective that a compiler issues has the graph that is compiled, if torch reports the
+    compilation. Later calls from the same line do not have it."""
+
+    def issue() -> None:
+        reduce()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        with unset_fake_temporarily():  # the compiler itself runs on fake tensors
+            issue()
+        return graph.forward
+
+    def job() -> None:
+        if not is_reported:
+            torch.compiler.reset()  # drops the callbacks that report compilations
+        for size in (2, 3):
+            torch.compile(lambda x: x + 1, backend=backend)(torch.ones(size))
+            for _ in range(3):
+                issue()
+
+    torch.compiler.reset()
+    natively = events_of(job, tmp_path / "native", monkeypatch, native=True)
+    torch.compiler.reset()
+    plainly = events_of(job, tmp_path / "python", monkeypatch, native=False)
+    assert without_times(natively) == without_times(plainly)
+    has_graph = [event.place.graph is not None for event in natively if is_collective(event)]
+    assert has_graph == [is_reported, False, False, False] * 2

@@ -128,6 +128,8 @@ class WatchedGroups:
         for group in list(self._groups.values()):
             if group.mesh_dim != dims.get(group.name, group.mesh_dim):
                 group.mesh_dim = group.title = dims[group.name]
+                if self._forget_calls is not None:
+                    self._forget_calls()  # they have the title
                 self._box.intern(EntryType.GROUP, json.dumps(group.to_dict()))
 
     def finish(self) -> None:

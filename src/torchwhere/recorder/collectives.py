@@ -97,7 +97,9 @@ class CollectiveRecorder:
     def choose_kernel(self) -> None:
         """Send all collectives to Python while a tap or the capture of a CUDA graph needs them."""
         if self._native is not None:
-            self._native.defer_to_python(bool(self._taps or self._cuda_graphs.active))
+            self._native.defer_to_python(
+                bool(self._taps or self._cuda_graphs.active or self._locator.compiling)
+            )
 
     def last(self) -> list[str]:
         """Return the last collectives of this process as text, the oldest first."""
@@ -287,7 +289,7 @@ class CollectiveRecorder:
             _COLLECTIVE,
             call.flags,
             line,
-            self._locator.graph_id(stack.graph),
+            0 if stack.graph is None else self._locator.graph_id(stack.graph),
             call.signature,
             beneficiary,
         )

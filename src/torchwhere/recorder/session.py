@@ -300,10 +300,12 @@ class Session:
     def _compile_begins(self, compile_id: str, fields: dict[str, str]) -> None:
         self.modules.pause()
         self.recorder.compile_begins(compile_id, fields)
+        self.collectives.choose_kernel()
 
     def _compile_ends(self, compile_id: str) -> None:
         self.modules.resume()
         self.recorder.compile_ends(compile_id)
+        self.collectives.choose_kernel()
 
     def _group_begins(self, op: str, number: int, ranks: list[int] | None) -> None:
         self._start_heartbeat(self._box.meta["world_size"])
