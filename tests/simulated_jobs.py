@@ -134,6 +134,25 @@ def is_faulty(step: int) -> bool:
     return dist.get_rank() == VICTIM and step == FAULTY_STEP
 
 
+def train_mesh(at_step: Callable[[], None]) -> None:
+    """Two groups for each rank: its pair, and the rank at its place in the other pair. The victim
+    calls `at_step` between two collectives of its pair. The CPU waits for the device only in the
+    first steps, so the CPUs of the other ranks may run far ahead."""
+    rank, x = dist.get_rank(), buffer()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    for step in range(4000):
+        accelerator().kernel(KERNEL_S)
+        dist.all_reduce(x, group=pairs[rank // 2])
+        if rank == VICTIM:
+            at_step()
+        dist.all_reduce(x, group=pairs[rank // 2])
+        dist.all_reduce(x, group=across[rank % 2])
+        if step < 4:
+            accelerator().synchronize()
+        pause()
+
+
 def pause() -> None:
     import torchwhere
 
@@ -243,7 +262,19 @@ def slow_device_fsdp() -> None:
     train(lambda step: accelerator().kernel(0.2), fsdp)
 
 
+@job("straggler", on_device=True)
+def slow_device_mesh() -> None:
+    """A slow device holds up its pair, and so the rank beside it is late for another group."""
+    train_mesh(lambda: accelerator().kernel(0.2))
+
+
 # -- on the CPU ------------------------------------------------------------------------------------
+
+
+@job("straggler")
+def slow_cpu_mesh() -> None:
+    """A slow CPU: those of the other ranks have soon issued what their devices reach much later."""
+    train_mesh(lambda: time.sleep(0.2))
 
 
 @job("missing")

@@ -9,8 +9,11 @@ import pytest
 from device_boxes import DeviceBox, S
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_ON_DEVICE, EntryType
+from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
+from torchwhere.diagnose.calls.job_calls import calls_of_run
+from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.pipeline.verdict import diagnose_folder
 
 
@@ -78,9 +81,17 @@ class JobBox(DeviceBox):
                 signature = self._json(EntryType.COLLECTIVE, op="all_reduce", group=name)
                 self.streams[name] = [signature, self.box.counter_at((entry, -1, -1)) or 0, 0]
 
-    def call(self, group: str, at_s: float, *, reached: bool = True, is_async: bool = False) -> int:
-        """Issue an all_reduce, which the device reaches 10 ms later. Returns its record. The group
-        `cpu` does not use the device."""
+    def call(
+        self,
+        group: str,
+        at_s: float,
+        *,
+        reached: bool = True,
+        reached_s: float | None = None,
+        is_async: bool = False,
+    ) -> int:
+        """Issue an all_reduce, which the device reaches 10 ms later, or at `reached_s`. Returns its
+        record. The group `cpu` does not use the device."""
         signature, counter, count = self.streams[group]
         flags = (0 if group == "cpu" else FLAG_ON_DEVICE) | (FLAG_ASYNC if is_async else 0)
         ids = (self.module, 0, self.line, 0, signature, 0, 0, count)
@@ -92,7 +103,7 @@ class JobBox(DeviceBox):
         self.box.words[counter + file_format.COUNTER_RECORD] = record
         if reached:
             self.counter = counter
-            self.reach(record, at_s=at_s + 0.01)
+            self.reach(record, at_s=at_s + 0.01 if reached_s is None else reached_s)
         return record
 
     def stall(
@@ -189,3 +200,40 @@ def test_a_wait_that_has_not_begun(tmp_path: Path, group: str, state: str) -> No
     verdict = diagnose_folder(tmp_path, stall_s=5)
     assert verdict.culprits == ()
     assert [str(verdict.ranks[rank].state) for rank in range(2)] == [state, "running"]
+
+
+@pytest.mark.parametrize(("looked_s", "culprits"), [(110, ()), (120, (1,))])
+def test_a_cpu_that_is_far_ahead(
+    tmp_path: Path, looked_s: float, culprits: tuple[int, ...]
+) -> None:
+    """The CPU of rank 0 issues all calls at once, that of rank 1 one every 4 s. Rank 0 waits since
+    its device has reached the call that rank 1 has not issued, not since its CPU has issued it."""
+    slow, fast = (JobBox(tmp_path, rank, {"world": [0, 1]}) for rank in (1, 0))
+    for number in range(3):
+        fast.call("world", 100, reached_s=100.01 + 4 * number)
+    last = fast.call("world", 100, reached_s=108.02)
+    fast.stall(
+        last, 108.01, first_unreached=fast.call("world", 100, reached=False), looked_s=looked_s
+    )
+    for number in range(3):
+        last = slow.call("world", 100 + 4 * number)
+    slow.stall(last, 108, looked_s=looked_s)
+    verdict = diagnose_folder(tmp_path, stall_s=5)
+    assert (verdict.culprits, verdict.kind == "missing") == (culprits, bool(culprits)), verdict
+
+
+def test_a_rank_beside_a_slow_device(tmp_path: Path) -> None:
+    """The device of rank 2 is late for its pair in each round. So that of rank 3 is late for another
+    group, and is not named."""
+    groups = {"pair0": [0, 1], "pair1": [2, 3], "across0": [0, 2], "across1": [1, 3]}
+    for rank in range(4):
+        box = JobBox(tmp_path, rank, {"world": [0, 1, 2, 3]} | groups)
+        for turn in range(30):
+            issued_s = 100 + 0.3 * turn
+            late, met = (0.2 if rank == 2 else 0), (0.201 if rank > 1 else 0.001)
+            box.call(f"pair{rank // 2}", issued_s, reached_s=issued_s + late)
+            last = box.call(f"across{rank % 2}", issued_s, reached_s=issued_s + met)
+        box.stall(last, 109, looked_s=109.1)
+    late_ranks = straggler(calls_of_run(read_run(tmp_path)))
+    assert late_ranks is not None
+    assert (late_ranks.ranks, late_ranks.on_device) == ((2,), True)

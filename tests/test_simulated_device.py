@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import torchwhere
+from nccl_jobs import Expected
 from simulated_jobs import JOBS
 from simulated_programs import PROGRAM, Tools, captures
 from torchwhere.blackbox.device import device_times, device_waits
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.exhaustive  # two compilations
 
 HERE = Path(__file__).parent
 MOST_PENDING, MOST_LANES = 4096, 31  # as in device_events.h
+HANGS = ("missing", "mismatch", "deadlock", "together")
 STALL_S = 4.0
 FOUND_S = 60.0  # a verdict is there after this long
 HEALTHY_S = 12.0  # a job without a fault is judged after this long
@@ -827,8 +829,10 @@ def ranks(request: pytest.FixtureRequest, tools: Tools, tmp_path: Path) -> Itera
         rank.end()
 
 
-def verdict_of(run: Path, kind: str) -> Verdict:
-    """The first verdict of this kind, or the last of another one."""
+def verdict_of(run: Path, expected: Expected) -> Verdict:
+    """The first verdict of the expected kind, or the last of another one. Until then, no verdict
+    names a rank without a fault, or calls a job that progresses a hang."""
+    kind = expected.kind
     until = time.monotonic() + (HEALTHY_S if kind == "healthy" else FOUND_S)
     verdict = None
     while time.monotonic() < until or verdict is None:
@@ -838,6 +842,8 @@ def verdict_of(run: Path, kind: str) -> Verdict:
         except TorchwhereError:  # no rank has started
             assert time.monotonic() < until
             continue
+        assert set(verdict.culprits) <= set(expected.culprits), verdict
+        assert kind not in ("healthy", "straggler") or verdict.kind not in HANGS, verdict
         if verdict.kind == kind and kind != "healthy":
             break
     return verdict
@@ -847,7 +853,7 @@ def verdict_of(run: Path, kind: str) -> Verdict:
 def test_fault(request: pytest.FixtureRequest, ranks: list[Program], tmp_path: Path) -> None:
     """The doctor names the fault and the rank, while the job runs and after it was killed."""
     expected = JOBS[request.node.callspec.params["ranks"]][1]
-    live = verdict_of(tmp_path / "run", expected.kind)
+    live = verdict_of(tmp_path / "run", expected)
     assert (live.kind, live.culprits) == (expected.kind, expected.culprits), live
     assert bool(live.facts.get("on_device")) == expected.on_device, live
     for rank in ranks:

@@ -147,7 +147,7 @@ class _HangSearch:
             waits,
             key=lambda wait: (
                 len(culprits.symmetric_difference(wait.missing)),
-                self.context.timing.issued_ns(wait),
+                self.context.timing.began_ns(wait),
             ),
         )
         ranks = tuple(rank for rank in wait.missing if rank in culprits)
@@ -182,7 +182,7 @@ class _HangSearch:
         group = self.progress.group_of_failed_device()
         if group is not None:
             return self._behind(group, is_clear=True)
-        roots = sorted(self.graph.roots(), key=self._issued_ns)
+        roots = sorted(self.graph.roots(), key=self._began_ns)
         current = [root for root in roots if not self._outdated(root)]
         if not current:
             return self._not_current(roots)
@@ -241,9 +241,9 @@ class _HangSearch:
             blocked=frozenset(self.graph.places),
         )
 
-    def _issued_ns(self, root: Root) -> int:
+    def _began_ns(self, root: Root) -> int:
         ranks = [rank for meeting in root for rank in self.graph.ranks_in[meeting]]
-        return min(self.context.timing.issued_ns(self.waits[rank]) for rank in ranks)
+        return min(self.context.timing.began_ns(self.waits[rank]) for rank in ranks)
 
     def _outdated(self, root: Root) -> list[int]:
         """The ranks of these calls with a dump that is older than the others."""

@@ -216,8 +216,8 @@ def _signature(value: Any, groups: int) -> Signature:
 
 def _call_site(value: Any) -> CallSite:
     module, pass_, line, beneficiary, call, graph, thread, certainty, param, *flags = value
-    is_async, is_shadow, *later = flags
-    (is_replayed,) = later or [False]  # a snapshot from before this field lacks it
+    # a snapshot from before the last fields lacks them
+    is_async, is_shadow, is_replayed, is_on_device = flags + [False] * (4 - len(flags))
     site_id = (
         text_or_none(module),
         int_(pass_, high=256),
@@ -234,6 +234,7 @@ def _call_site(value: Any) -> CallSite:
         bool_(is_async),
         bool_(is_shadow),
         bool_(is_replayed),
+        bool_(is_on_device),
     )
 
 

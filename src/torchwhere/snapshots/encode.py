@@ -209,6 +209,7 @@ def _call_site(call_site: CallSite) -> list[Any]:
         call_site.is_async,
         call_site.is_shadow,
         call_site.is_replayed,
+        call_site.is_on_device,
     ]
 
 

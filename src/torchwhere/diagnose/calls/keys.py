@@ -20,6 +20,7 @@ import numpy as np
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import (
     FLAG_ASYNC,
+    FLAG_ON_DEVICE,
     FLAG_REPLAYED,
     FLAG_SHADOW,
     NO_CALL,
@@ -106,6 +107,7 @@ class CallSite(NamedTuple):
     is_async: bool
     is_shadow: bool = False  # `Join` issued it for a rank that has run out of input
     is_replayed: bool = False  # part of a CUDA graph; the site is where it was captured
+    is_on_device: bool = False  # its tensors are on an accelerator
 
     @property
     def compared(self) -> tuple[str | None, int, str | None, str | None] | None:
@@ -351,6 +353,7 @@ class LocalIds:
                 is_async=bool(flags & FLAG_ASYNC),
                 is_shadow=bool(flags & FLAG_SHADOW),
                 is_replayed=bool(flags & FLAG_REPLAYED),
+                is_on_device=bool(flags & FLAG_ON_DEVICE),
             )
             self._new_values[2].append(site)
         return site_id

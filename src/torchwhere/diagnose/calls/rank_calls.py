@@ -165,6 +165,20 @@ class RankCalls:
         calls = self._calls_with(key, number)
         return 0 if calls is None else int(calls.times_ns(number, number + 1)[0])
 
+    def is_on_device(self, key: StreamKey, number: int) -> bool:
+        """Whether the tensors of a call are on an accelerator; False if the ring has lost it."""
+        calls = self._calls_with(key, number)
+        return calls is not None and calls.of(number)[1].is_on_device
+
+    def reached_ns(self, key: StreamKey, number: int) -> int:
+        """Returns the wall-clock time at which the device reached a call; the time of its issue if
+        it is not on a device; 0 if that is not known."""
+        calls = self._calls_with(key, number)
+        if calls is None or not calls.of(number)[1].is_on_device:
+            return self.issued_ns(key, number)
+        delay_ns = int(calls.device_delays_ns(number, number + 1)[0])
+        return self.issued_ns(key, number) + delay_ns if delay_ns >= 0 else 0
+
     def place_of(self, key: StreamKey, number: int) -> Place | None:
         """Returns where a call was issued; None if the ring has lost it."""
         calls = self._calls_with(key, number)

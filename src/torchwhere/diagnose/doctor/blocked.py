@@ -15,7 +15,7 @@ def blocked_s(context: Context, rank: int) -> float | None:
     if has_ended or context.exits.is_dead(rank) or not context.job_calls.has_data(rank):
         return None
     if wait is not None:
-        since_ns: int | None = context.timing.issued_ns(wait)
+        since_ns: int | None = context.timing.began_ns(wait)
     else:
         since_ns = rank_calls.in_collective_since_ns
         is_in_it = is_in_collective(rank_calls.last_collective, context.status(rank))

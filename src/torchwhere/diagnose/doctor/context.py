@@ -132,7 +132,7 @@ class Context:
 
     def first_wait_for(self, ranks: Iterable[int]) -> Wait | None:
         """The wait for one of these ranks that began first."""
-        return min(waiting_for(self.waits, ranks), key=self.timing.issued_ns, default=None)
+        return min(waiting_for(self.waits, ranks), key=self.timing.began_ns, default=None)
 
     # -- one rank ----------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.calls.stream_calls import CallWindow, StreamCalls
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
 from torchwhere.diagnose.doctor.lateness import (
@@ -54,6 +55,8 @@ _CHANCE = 1e-5  # of a false alarm, if all ranks are late equally often
 _MOST_OF_IT = 0.8  # of all lost time: the larger delays
 _PAUSE = 4  # times as long as usual between two delays: after that, lateness counts as new
 _ASKED = 16  # delays of a rank that are checked for another cause
+
+CameNs = Callable[[RankCalls, StreamKey, int], int]  # when a rank came to a call; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,19 +319,24 @@ def _is_dragged(job_calls: JobCalls, late: _Late, row: int) -> bool:
         for column in losses.latest(row, np.flatnonzero(late.is_late)[-_ASKED:])
         if column > 0
     ]
+    came_ns = RankCalls.issued_ns if losses.late_issue is None else RankCalls.reached_ns
     dragged = 0
     for column in columns:
-        waited_ns = _waited_ns(job_calls, window, row, column)
+        waited_ns = _waited_ns(job_calls, window, row, column, came_ns)
         lost_ns = float(losses.calls[row, int(np.searchsorted(losses.columns, column))])
         if waited_ns >= lost_ns / 2:  # unless the others waited as long and still came in time
             waited_ns -= float(
-                np.median([_waited_ns(job_calls, window, other, column) for other in others])
+                np.median(
+                    [_waited_ns(job_calls, window, other, column, came_ns) for other in others]
+                )
             )
         dragged += waited_ns >= lost_ns / 2
     return 2 * dragged > len(columns)
 
 
-def _waited_ns(job_calls: JobCalls, window: CallWindow, row: int, column: int) -> float:
+def _waited_ns(
+    job_calls: JobCalls, window: CallWindow, row: int, column: int, came_ns: CameNs
+) -> float:
     """The longest possible wait of a rank in other streams since its previous call in this one."""
     number, own, rank = window.first + column, window.calls[row], window.ranks[row]
     span, rank_calls = (own.record(number - 1), own.record(number)), job_calls.by_rank[rank]
@@ -336,8 +344,9 @@ def _waited_ns(job_calls: JobCalls, window: CallWindow, row: int, column: int) -
     for key, calls in rank_calls.calls.items():
         for number in _between(calls, span) if key != window.key else ():
             others = [job_calls.by_rank[other] for other in _others(job_calls, key, rank)]
-            last = max((other.issued_ns(key, number) for other in others), default=0)
-            waited += max(0, last - rank_calls.issued_ns(key, number))
+            last_ns = max((came_ns(other, key, number) for other in others), default=0)
+            own_ns = came_ns(rank_calls, key, number)
+            waited += max(0, last_ns - own_ns) if own_ns else 0
     return waited
 
 

@@ -75,16 +75,25 @@ class Timing:
 
     # -- waits -------------------------------------------------------------------------------------
 
-    def issued_ns(self, wait: Wait) -> int:
-        return self.by_rank[wait.rank].issued_ns(wait.key, wait.number)
+    def began_ns(self, wait: Wait) -> int:
+        """When a wait began; 0 if the ring has lost that.
+
+        A CPU may issue calls long before its device reaches them. If the device has not reached the
+        call, or that is not known, the wait did not begin before the last place of the device.
+        """
+        rank_calls = self.by_rank[wait.rank]
+        issued_ns, state = rank_calls.issued_ns(*wait.call), rank_calls.rank_summary.device
+        if not issued_ns or state is None or not rank_calls.is_on_device(*wait.call):
+            return issued_ns
+        return rank_calls.reached_ns(*wait.call) or max(issued_ns, state.device_place.t_ns)
 
     def waited_s(self, wait: Wait) -> float | None:
-        issued = self.issued_ns(wait)
-        return self.since_s(issued) if issued else None
+        began_ns = self.began_ns(wait)
+        return self.since_s(began_ns) if began_ns else None
 
     def recorded_s(self, wait: Wait) -> float:
         """How long a wait had lasted at the last record of any box: a lower bound."""
-        return (self.recorded_ns - self.issued_ns(wait)) / 1e9
+        return (self.recorded_ns - self.began_ns(wait)) / 1e9
 
     def is_stalled(self, wait: Wait) -> bool:
         """Whether a wait has lasted too long.

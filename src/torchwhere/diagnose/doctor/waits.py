@@ -151,14 +151,15 @@ def _waits_for_any_source(job_calls: JobCalls, suspects: list[int]) -> dict[int,
 def _blocking(rank_calls: RankCalls, candidates: list[Wait]) -> Wait:
     """The call a rank is in.
 
-    A blocking call is the last one that it issued. Of async calls, the first incomplete one is what
-    it waits for sooner or later.
+    A call that blocks the CPU is the last one that it issued. Of other calls, asynchronous ones and
+    those on a device, the first incomplete one is what it waits for sooner or later.
     """
     if len(candidates) == 1:
         return candidates[0]
-    in_order = sorted(candidates, key=lambda wait: rank_calls.order(wait.key, wait.number))
-    is_async = rank_calls.is_async(in_order[-1].key, in_order[-1].number)
-    return in_order[-1] if is_async is False else in_order[0]
+    in_order = sorted(candidates, key=lambda wait: rank_calls.order(*wait.call))
+    last = in_order[-1]
+    is_blocking = rank_calls.is_async(*last.call) is False
+    return last if is_blocking and not rank_calls.is_on_device(*last.call) else in_order[0]
 
 
 def _waits_for_no_data(

@@ -88,8 +88,8 @@ def _awaited_exits(context: Context) -> list[int]:
 def _was_missing(context: Context, rank: int) -> bool:
     """Whether an awaited rank was missing for long before it was killed."""
     wait = context.first_wait_for([rank])
-    issued_ns = context.timing.issued_ns(wait) if wait is not None else 0
-    return issued_ns > 0 and context.was_missing(rank, since_ns=issued_ns)
+    began_ns = context.timing.began_ns(wait) if wait is not None else 0
+    return began_ns > 0 and context.was_missing(rank, since_ns=began_ns)
 
 
 def _not_seen_to_exit(context: Context, ranks: list[int]) -> Finding:

@@ -233,7 +233,7 @@ def _pause(context: Context, wait: Wait | None) -> Pause:
 def _first_wait(context: Context) -> Wait | None:
     """The wait for an awaited rank that began first."""
     waits = context.begun_waits
-    return min(waiting_for(waits, awaited(waits)), key=context.timing.issued_ns, default=None)
+    return min(waiting_for(waits, awaited(waits)), key=context.timing.began_ns, default=None)
 
 
 def _moved_ns(context: Context, rank: int) -> int:
