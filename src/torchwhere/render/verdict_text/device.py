@@ -56,8 +56,8 @@ def device_deadlock_text(cause: DeviceDeadlock, context: Context) -> list[str]:
         call = cohort[0].waits_in or cohort[0].reached[0]
         lines.append(f"  waiting: {ranks}, in {numbered_call_text(context, call)}")
     lines.append(
-        "The ranks issued the collectives of these groups in different orders on one stream. All"
-        " ranks must use the groups in one order."
+        "The collectives of these groups run on one stream: all ranks must issue the same ones, in"
+        " the same order."
     )
     return lines + blame_text(context, cause.blame, ranks=sum(map(len, cause.cohorts)))
 
