@@ -185,6 +185,18 @@ def healthy_far_ahead() -> None:
         accelerator().synchronize()
 
 
+@job("healthy", culprits=())
+def healthy_after_a_pause() -> None:
+    """The CPU of one rank was late once. Since then all devices wait for it at each collective, but
+    it is as fast as the others."""
+    x = buffer()
+    for step in range(2000):
+        if is_faulty(step):
+            time.sleep(1)
+        dist.all_reduce(x)
+        pause()
+
+
 # -- on the device ---------------------------------------------------------------------------------
 
 
@@ -269,6 +281,19 @@ def slow_device_mesh() -> None:
 
 
 # -- on the CPU ------------------------------------------------------------------------------------
+
+
+@job("straggler")
+def slow_cpu() -> None:
+    """A slow CPU. Those of the other ranks wait for their devices in each step, and so they take as
+    long from one collective to the next."""
+    x = buffer()
+    for _ in range(2000):
+        if dist.get_rank() == VICTIM:
+            time.sleep(0.2)
+        dist.all_reduce(x)
+        accelerator().synchronize()
+        pause()
 
 
 @job("straggler")

@@ -47,6 +47,13 @@ class Lost:
             return self.rounds
         return self.rounds * self.late_issue.factors(int(self.begins[first]))[:, None]
 
+    def with_late_cpus(self) -> Lost:
+        """The same, but each delay counts in full that is due to a CPU."""
+        issue = self.late_issue
+        if issue is None:
+            return self
+        return replace(self, late_issue=replace(issue, extra=issue.by_cpu))
+
     def is_on_device(self, row: int, first: int) -> bool:
         """Whether the device of a rank is late from round `first` on, rather than its CPU."""
         issue = self.late_issue

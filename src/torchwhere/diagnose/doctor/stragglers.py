@@ -91,16 +91,19 @@ def straggler(
     *,
     key: StreamKey | None = None,
     align_clocks: Callable[[], HostClocks] = lambda: UNALIGNED,
+    trusts_cpus: bool = True,
 ) -> Straggler | None:
     """The ranks that are late, in all groups or in one. The details are those of the costliest.
 
-    `align_clocks` is called only if a group has ranks on several hosts.
+    `align_clocks` is called only if a group has ranks on several hosts. Without `trusts_cpus`, a
+    rank also counts as late if its CPU came late to calls of its device, and took no longer than
+    the others between two calls: these may have waited for their devices.
     """
     candidates = [*job_calls.windows(), *(job_calls.longer_windows() if job_calls.stale else ())]
     whole = [
         window for window in candidates if window.key.source == -1 and key in (None, window.key)
     ]
-    by_group = (_late_in(job_calls, window, align_clocks) for window in whole)
+    by_group = (_late_in(job_calls, window, align_clocks, trusts_cpus) for window in whole)
     late_groups = [late for late in by_group if late is not None]
     if not late_groups:
         return None
@@ -143,11 +146,16 @@ class _Late(NamedTuple):
 
 
 def _late_in(
-    job_calls: JobCalls, window: CallWindow, align_clocks: Callable[[], HostClocks]
+    job_calls: JobCalls,
+    window: CallWindow,
+    align_clocks: Callable[[], HostClocks],
+    trusts_cpus: bool,
 ) -> _Late | None:
     by_own_clocks = window
     window, trust = by_one_clock(job_calls, window, align_clocks)
     losses = lost(window, waits="gloo" in (job_calls.group(window.key).backend or "gloo"))
+    if losses is not None and not trusts_cpus:
+        losses = losses.with_late_cpus()
     for late in _late_in_rounds(window, trust, losses) if losses is not None else ():
         rows = tuple(row for row in late.rows if not _is_dragged(job_calls, late, row))
         if not rows:

@@ -22,9 +22,9 @@ class LateRanks(Cause):
 
 def find_straggler(context: Context) -> Finding | None:
     late = straggler(context.job_calls, align_clocks=context.align_clocks)
+    late = _late_by_samples(context) if late is None else with_samples(late, context.job_calls)
     if late is None:
         return None
-    late = with_samples(late, context.job_calls)
     return Finding(
         VerdictKind.STRAGGLER,
         LateRanks(late),
@@ -32,6 +32,23 @@ def find_straggler(context: Context) -> Finding | None:
         certainty=Certainty.INFERRED,
         facts=late.to_dict(),
     )
+
+
+def _late_by_samples(context: Context) -> Straggler | None:
+    """The rank whose CPU comes late to calls of its device, if its stack shows why.
+
+    If each CPU waits for its device in each step, all of them take as long from one call to the
+    next. Those of a job in which one CPU was late once, and which nothing has slowed down since,
+    look the same: only the samples tell them apart.
+    """
+    job_calls = context.job_calls
+    if all(rank_calls.rank_summary.device is None for rank_calls in job_calls.by_rank.values()):
+        return None
+    late = straggler(job_calls, align_clocks=context.align_clocks, trusts_cpus=False)
+    if late is None or late.on_device:
+        return None
+    late = with_samples(replace(late, ranks=(late.rank,)), job_calls)
+    return late if late.sampled is not None else None
 
 
 def with_samples(late: Straggler, job_calls: JobCalls) -> Straggler:
