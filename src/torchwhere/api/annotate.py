@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, overload
 
 from torch.compiler import is_dynamo_compiling
 
-from torchwhere.api.watch import current, quietly
+from torchwhere.api.watch import current
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place, unknown_place
@@ -86,7 +86,8 @@ def step(number: int | None = None) -> None:
             number = recorder.step + recorder.step_is_users
         recorder.step_is_users = True
         if number != recorder.step:
-            quietly(session.next_step, number)
+            with session.errors:
+                session.next_step(number)
 
 
 def note(text: str, /, **fields: Any) -> None:
@@ -103,7 +104,8 @@ def note(text: str, /, **fields: Any) -> None:
     """
     session = current()
     if session is not None and not is_dynamo_compiling():
-        quietly(session.recorder.note, str(text), fields, frame=python_stack.caller(0))
+        with session.errors:
+            session.recorder.note(str(text), fields, frame=python_stack.caller(0))
 
 
 class phase:  # noqa: N801 - called like a function: `with phase("data"):`

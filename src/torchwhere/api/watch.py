@@ -180,7 +180,8 @@ def record_exception(error: BaseException) -> None:
     """Record an exception that is about to end the watch."""
     session = _current
     if session is not None and not isinstance(error, SystemExit):
-        quietly(session.report_exception, error)
+        with session.errors:
+            session.report_exception(error)
 
 
 def _check(model: object, records: int) -> None:
@@ -274,7 +275,7 @@ def quietly(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     try:
         function(*args, **kwargs)
     except Exception as error:
-        _note_errors(error)
+        _errors(error)
 
 
-_note_errors = ErrorLimiter("notes and phases", lambda: None)
+_errors = ErrorLimiter("the end of a watch", lambda: None)

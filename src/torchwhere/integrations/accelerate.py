@@ -14,7 +14,7 @@ import accelerate
 from accelerate import Accelerator
 
 from torchwhere.api.annotate import note
-from torchwhere.api.watch import current, quietly
+from torchwhere.api.watch import current
 from torchwhere.integrations.framework_phases import wrap_method
 
 # Methods of an accelerator that take long, and the phase that they are in.
@@ -52,7 +52,8 @@ def follow_accelerator(accelerator: Accelerator, *, first_step: int = 0) -> Iter
         yield
         return
     if first_step != session.recorder.step:
-        quietly(session.next_step, first_step)
+        with session.errors:
+            session.next_step(first_step)
     note(
         "training begins",
         framework=f"accelerate {accelerate.__version__}",

@@ -28,7 +28,7 @@ from torchwhere.hooks.compiled_graphs import Ledger
 from torchwhere.hooks.cuda_graphs import CudaGraphHook, CudaGraphs
 from torchwhere.hooks.ddp import Reducers
 from torchwhere.hooks.device import DeviceHook
-from torchwhere.hooks.error_limiter import log
+from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.exceptions import ExceptionHook
 from torchwhere.hooks.fast_path import make_fast_path
 from torchwhere.hooks.group_creation import GroupCreationHook
@@ -95,6 +95,7 @@ class Session:
             on_device_error=self._device.fail,
         )
         self.phases = PhaseRecorder(self._box, locator, rank=meta["rank"])
+        self.errors = ErrorLimiter("notes and phases", do_nothing)
         self.heartbeat = Heartbeat(
             self._box, on_stall=self._on_stall, take_sample=sample_taker(self._box, locator)
         )
@@ -259,6 +260,7 @@ class Session:
             self._memory,
             self._part_hook,
             self.phases,
+            self,
         ):
             hook.errors.is_over = True
 
