@@ -46,8 +46,11 @@ class LateIssue:
         return float((self.delays[row, first:] - self.by_cpu[row, first:]).sum())
 
     def _counted(self, row: int, first: int) -> float:
-        """What it lost by the CPU, as far as the CPU was slower than others."""
-        sums = np.bincount(self.sites[first:], weights=self.extra[row, first:])
+        """What it lost by the CPU, as far as the CPU was slower than others, and not only once: all
+        devices may wait for a CPU that has paused long ago."""
+        extra = self.extra[row, first:].copy()
+        extra[extra.argmax()] = 0
+        sums = np.bincount(self.sites[first:], weights=extra)
         return min(float(self.by_cpu[row, first:].sum()), float(sums.clip(min=0).sum()))
 
 

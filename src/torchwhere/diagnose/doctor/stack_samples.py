@@ -28,6 +28,7 @@ _MUCH_MORE = 1.5  # times the excess of a line: then its function is named, with
 
 
 class _Sample(NamedTuple):
+    step: int
     line: str
     function: str
     module: str | None
@@ -67,7 +68,13 @@ class SampledPlace:
 
 
 def sampled_place(
-    job_calls: JobCalls, rank: int, *, others: Sequence[int], since_step: int | None, share: float
+    job_calls: JobCalls,
+    rank: int,
+    *,
+    others: Sequence[int],
+    since_step: int | None,
+    share: float,
+    is_repeated: bool = False,
 ) -> SampledPlace | None:
     """The place of a late rank, from the samples since a step; None if no place stands out.
 
@@ -77,8 +84,13 @@ def sampled_place(
         others: Ranks that are not late.
         since_step: The first step in which it is late; None: all samples count.
         share: The share of the job's time that it costs.
+        is_repeated: Whether the place must stand out in several steps. Then the step with the most
+            samples of the rank does not count: it may have paused once.
     """
     own = _samples(job_calls, rank, since_step)
+    if is_repeated and own:
+        longest = _most_common(sample.step for sample in own)
+        own = [sample for sample in own if sample.step != longest]
     compared = [
         samples
         for other in others[:_COMPARED]
@@ -107,7 +119,9 @@ def sampled_place(
 
 def _place(here: list[_Sample], *, of: int) -> SampledPlace:
     most = {
-        name: _most_common(getattr(sample, name) for sample in here) for name in _Sample._fields
+        name: _most_common(getattr(sample, name) for sample in here)
+        for name in _Sample._fields
+        if name != "step"
     }
     return SampledPlace(count=len(here), of=of, **most)
 
@@ -150,6 +164,7 @@ def _samples(job_calls: JobCalls, rank: int, since_step: int | None) -> list[_Sa
         part = int(row["extra"])
         samples.append(
             _Sample(
+                step=int(row["step"]),
                 line=frame[0],
                 function=frame[1],
                 module=box.name(int(row["module"])),

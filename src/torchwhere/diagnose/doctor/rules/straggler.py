@@ -47,11 +47,11 @@ def _late_by_samples(context: Context) -> Straggler | None:
     late = straggler(job_calls, align_clocks=context.align_clocks, trusts_cpus=False)
     if late is None or late.on_device:
         return None
-    late = with_samples(replace(late, ranks=(late.rank,)), job_calls)
+    late = with_samples(replace(late, ranks=(late.rank,)), job_calls, is_repeated=True)
     return late if late.sampled is not None else None
 
 
-def with_samples(late: Straggler, job_calls: JobCalls) -> Straggler:
+def with_samples(late: Straggler, job_calls: JobCalls, *, is_repeated: bool = False) -> Straggler:
     """Add the place where the stack of the late rank was. The stack says nothing about a device."""
     if late.on_device:
         return late
@@ -61,5 +61,6 @@ def with_samples(late: Straggler, job_calls: JobCalls) -> Straggler:
         others=[rank for rank in job_calls.by_rank if rank not in late.ranks],
         since_step=late.since_step,
         share=late.share,
+        is_repeated=is_repeated,
     )
     return replace(late, sampled=sampled)
