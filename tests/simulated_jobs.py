@@ -185,20 +185,6 @@ def healthy_far_ahead() -> None:
         accelerator().synchronize()
 
 
-@job("healthy", culprits=())
-def healthy_after_a_pause() -> None:
-    """The CPU of one rank has paused once. Since then all devices wait for it at each collective,
-    but it is as fast as the others."""
-    x = buffer()
-    for step in range(2000):
-        if is_faulty(step):
-            time.sleep(3)
-        for _ in range(3):
-            accelerator().kernel(0.01)
-            dist.all_reduce(x)
-        pause()
-
-
 # -- on the device ---------------------------------------------------------------------------------
 
 

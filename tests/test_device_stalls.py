@@ -237,3 +237,29 @@ def test_a_rank_beside_a_slow_device(tmp_path: Path) -> None:
     late_ranks = straggler(calls_of_run(read_run(tmp_path)))
     assert late_ranks is not None
     assert (late_ranks.ranks, late_ranks.on_device) == ((2,), True)
+
+
+@pytest.mark.parametrize(
+    ("pauses_at", "pause_s", "ranks"), [([5], 3.0, None), ([5, 15, 25, 35, 45], 0.5, (2,))]
+)
+def test_a_cpu_that_pauses(
+    tmp_path: Path, pauses_at: list[int], pause_s: float, ranks: tuple[int, ...] | None
+) -> None:
+    """After a pause, all devices wait for this CPU at each collective, because the other CPUs are
+    ahead. Only a CPU that pauses again and again is a straggler."""
+    issued_s = 100.0
+    slow = []  # when the CPU of rank 2 issues each call
+    for number in range(56):
+        issued_s += 0.1 + (pause_s if number in pauses_at else 0)
+        slow.append(issued_s)
+    for rank in range(4):
+        box, done_s = JobBox(tmp_path, rank, {"world": [0, 1, 2, 3]}), 0.0
+        for number, slow_s in enumerate(slow):
+            issued_s = slow_s if rank == 2 else 100.1 + 0.1 * number
+            last = box.call("world", issued_s, reached_s=max(issued_s, done_s) + 0.001)
+            done_s = slow_s + 0.002
+        box.stall(last, done_s, looked_s=done_s)
+    late = straggler(calls_of_run(read_run(tmp_path)))
+    assert (None if late is None else (late.ranks, late.on_device)) == (
+        None if ranks is None else (ranks, False)
+    )
