@@ -47,9 +47,11 @@ class LateIssue:
 
     def _counted(self, row: int, first: int) -> float:
         """What it lost by the CPU, as far as the CPU was slower than others, and not only once: all
-        devices may wait for a CPU that has paused long ago."""
-        extra = self.extra[row, first:].copy()
-        extra[extra.argmax()] = 0
+        devices may wait for a CPU that has paused long ago. So its longest delay counts only as
+        much as the second longest."""
+        extra = self.extra[row, first:]
+        if len(extra) > 1:
+            extra = np.minimum(extra, np.partition(extra, -2)[-2])
         sums = np.bincount(self.sites[first:], weights=extra)
         return min(float(self.by_cpu[row, first:].sum()), float(sums.clip(min=0).sum()))
 
