@@ -450,6 +450,7 @@ def test_ranks_that_catch_sigterm(reason: str, beat_ns: int, first: list[int]) -
     [
         (-9, 90, [2], False),  # seen before the others ended themselves
         (None, 90, [2], False),  # seen too, but not how it exited
+        (None, 101, [], True),  # seen after the first of them has ended itself
         (-9, 130, [], True),  # seen too late
         (None, 0, [], True),  # no monitor
         (-15, 130, [0, 1, 3], False),  # the launcher ended it

@@ -241,7 +241,9 @@ class Exits(RankExits):
         """
         failed = self.failed()
         own = [rank for rank in failed if not self.reacted(rank)]
-        if self.may_have_caught_sigterm(own):
+        # A monitor, or a rank that exits, may look between two exits of one SIGTERM.
+        after = [rank for rank in failed if rank not in own and self._exited_after_kill(rank)]
+        if own and self.may_have_caught_sigterm(own + after):
             return []
         if own or no_data:
             return (
