@@ -421,17 +421,17 @@ def test_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report(runs: Path) -> None:
-    """The report has the place and the times of each device, and arrivals of the devices."""
+    """The report has the place and the times of each device, how far it is behind its CPU, and
+    arrivals of the devices."""
     report = report_json(report_on(runs / "endless_ddp"))
     ranks = report["ranks"]
     places = [ranks["devices"][at] for at in ranks["device"]]
-    assert places == [
-        "backward of layers.0.0, nccl_jobs.py:35",
-        "backward of layers.0.0, nccl_jobs.py:35",
-        "outside any module, nccl_jobs.py:36",
-        "backward of layers.0.0, nccl_jobs.py:35",
-    ]
+    waiting = "at all_reduce #23 of group default, backward of layers.0.0, nccl_jobs.py:35"
+    blocked = "after all_reduce #21 of group default, nccl_jobs.py:36"
+    assert places == [waiting, waiting, blocked, waiting]
     assert ranks["device_step"] == [6, 6, 6, 6]
+    assert ranks["device_behind"] == [1, 1, 1, 1]
+    assert ranks["device_behind_calls"] == [1, 1, 3, 1]
     (group,) = report["collectives"]
     assert group["window"].endswith("arrival of the devices by the wall clock of the host")
     assert [row["arrived"] for row in group["rows"]][-3:] == [3, 3, 0]
@@ -456,7 +456,8 @@ def test_page(runs: Path, tmp_path: Path, chromium: Browser) -> None:
         assert opened.errors == []
         assert "rank 2 in 29 steps" in opened.page.inner_text("#device .body")
         card = opened.page.inner_text("#ranks .card .facts").split("\n")
-        assert card[card.index("device") + 1] == "outside any module, nccl_jobs.py:36, step 29"
+        place = "after all_reduce #90 of group default, nccl_jobs.py:36, step 29"
+        assert card[card.index("device") + 1] == place
         assert "CPU" in card
 
 
@@ -479,7 +480,7 @@ def test_no_device(tmp_path: Path) -> None:
     assert "device" not in table.to_dict()
     assert "device" not in str(table)
     report = report_json(report_on(run))
-    assert not {"device", "devices", "device_step"} & {*report, *report["ranks"]}
+    assert not [name for name in (*report, *report["ranks"]) if name.startswith("device")]
     assert "arrival by" in report["collectives"][0]["window"]
     assert 'id="device"' not in page_html(report)
     assert "device" not in json.dumps(traced(run, tmp_path / "out.json"))

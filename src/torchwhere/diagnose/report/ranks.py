@@ -7,7 +7,7 @@ that many ranks share are stored once, and the columns hold indexes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torchwhere.blackbox.run import RunSummary
@@ -70,6 +70,9 @@ class Ranks:
     age_ms: list[float | None] = field(default_factory=list)
     device: TextTable = field(default_factory=TextTable)
     device_step: list[int | None] = field(default_factory=list)
+    # of the device, behind its own CPU
+    device_behind: list[int] = field(default_factory=list)
+    device_behind_calls: list[int] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         columns: dict[str, Any] = {}
@@ -79,9 +82,9 @@ class Ranks:
                 columns |= {column.name: values.of, f"{column.name}s": values.texts}
             else:
                 columns[column.name] = plain(values)
-        if not self.device.texts:  # no rank has a device
-            del columns["device"], columns["devices"], columns["device_step"]
-        return columns
+        if self.device.texts:
+            return columns
+        return {name: values for name, values in columns.items() if not name.startswith("device")}
 
 
 def newest_ns(run: RunSummary[Any], when: HostClocks) -> int:
@@ -130,14 +133,17 @@ def _add_report(columns: Ranks, rank: int, job_calls: JobCalls, verdict: Verdict
 
 
 def _add_device(columns: Ranks, rank_calls: RankCalls | None) -> None:
-    """Add the last place that the device of a rank has reached."""
+    """Add the last point that the device of a rank has reached, and how far it is behind."""
     state = rank_calls.rank_summary.device if rank_calls is not None else None
-    place = state.place if state is not None else None
+    point = state.device_place if state is not None else None
+    place = point.place if point is not None else None
     columns.device_step.append(place.step if place is not None else None)
-    if place is None:
+    columns.device_behind.append(point.steps_behind if point is not None else 0)
+    columns.device_behind_calls.append(point.collectives_behind if point is not None else 0)
+    if point is None or place is None:
         columns.device.of.append(None)
     else:
-        columns.device.add(place_text(place))
+        columns.device.add(replace(point, place=replace(place, step=None)).reached_text())
 
 
 def _behind_calls(numbers: list[int], job_calls: JobCalls) -> list[int]:

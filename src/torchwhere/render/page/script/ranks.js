@@ -86,18 +86,15 @@ function rankCard(report, at) {
 
 function rankFacts(report, at, details) {
   const { ranks } = report;
-  const behind = [
-    ranks.behind[at] && plural(ranks.behind[at], "step"),
-    ranks.behind_calls[at] && plural(ranks.behind_calls[at], "collective"),
-  ];
   const number = ranks.last_number[at];
   const last = ranks.lasts[ranks.last[at]];
   const facts = [
     [ranks.devices ? "CPU" : "place", name(ranks.places[ranks.place[at]])],
     ["device", devicePlace(ranks, at) && name(devicePlace(ranks, at))],
+    ["device behind its CPU", ranks.devices ? lag(ranks.device_behind[at], ranks.device_behind_calls[at]) : ""],
     ["detail", details && details.detail ? name(details.detail, { mono: false }) : null],
     ["step", ranks.step[at] === null ? null : String(ranks.step[at])],
-    ["behind", behind.filter(Boolean).join(" and ")],
+    ["behind the furthest rank", lag(ranks.behind[at], ranks.behind_calls[at])],
     ["last call", last ? [name(last), number === null ? "" : ` #${number}`] : null],
     ["last record", ageText(ranks.age_ms[at])],
     ["memory", details && details.memory ? name(details.memory, { mono: false }) : null],
@@ -118,7 +115,12 @@ function rankFacts(report, at, details) {
   );
 }
 
-/* The last place that the device of a rank has reached; null if it is not known. */
+/* "2 steps and 14 collectives"; empty if there is no lag. */
+function lag(steps, calls) {
+  return [steps && plural(steps, "step"), calls && plural(calls, "collective")].filter(Boolean).join(" and ");
+}
+
+/* The last point that the device of a rank has reached; null if it is not known. */
 function devicePlace(ranks, at) {
   const text = ranks.devices && ranks.devices[ranks.device[at]];
   if (!text) return null;
