@@ -168,13 +168,26 @@ class Verdicts(NamedTuple):
     dumps: dict[str, Verdict]  # by the kind of dump
 
 
+def selected(request: pytest.FixtureRequest) -> list[str]:
+    """The jobs of those tests of this file that run: `-k` leaves out the others."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = (
+        item.callspec.params
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    )
+    return list(dict.fromkeys(values["name"] for values in params if "name" in values))
+
+
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Verdicts]]]:
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Verdicts]]]:
     """The verdicts on each job: live, after all processes were killed, and from dumps alone."""
     build()
     folder = tmp_path_factory.mktemp("jobs")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(_diagnose, name, folder / name) for name in JOBS}
+        yield {name: pool.submit(_diagnose, name, folder / name) for name in selected(request)}
         pool.shutdown(cancel_futures=True)
 
 

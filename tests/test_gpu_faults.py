@@ -6,7 +6,6 @@ job runs, and after it was killed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from faulty_jobs import FAULTS, STALL_S
 from test_doctor import Nursery, kill, wait_for_verdict
-from test_gpu import mps
+from test_gpu import mps, selected
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.native.build import build
 from torchwhere.native.load import SWITCH
@@ -44,7 +43,7 @@ NAMES = [name for name in FAULTS if name not in NOT_ON_NCCL]
 
 @pytest.fixture(scope="module")
 def verdicts(
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[list[Verdict]]]]:
     """For each fault two verdicts: live, and after all processes were killed."""
     build()
@@ -56,7 +55,7 @@ def verdicts(
         with ThreadPoolExecutor(AT_ONCE) as pool:
             yield {
                 name: pool.submit(_diagnose, nursery, name, folder / name)
-                for name in os.environ.get("TORCHWHERE_FAULTS", ",".join(NAMES)).split(",")
+                for name in selected(request)
             }
             pool.shutdown(cancel_futures=True)
         nursery.close()
@@ -77,8 +76,6 @@ def _diagnose(nursery: Nursery, name: str, folder: Path) -> list[Verdict]:
 @pytest.mark.parametrize("name", NAMES)
 def test_fault(name: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
     """The doctor finds on NCCL the fault and the rank that it finds on gloo."""
-    if name not in verdicts:
-        pytest.skip("not among TORCHWHERE_FAULTS")
     expected = FAULTS[name][1]
     kinds = {*expected.kinds, *KINDS_ON_NCCL.get(name, ())}
     live, after_kill = verdicts[name].result()
