@@ -38,6 +38,7 @@ from torchwhere.native import load
 RANKS = 4
 STEPS = 6
 MOST_CALLS = 4096  # as in known_calls.h
+MOST_SPLITS = 1024  # as in hooks/collectives.py
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -329,6 +330,41 @@ def test_two_threads(extension: Any, tmp_path: Path) -> None:
     assert names == ["MainThread"] * 4 + ["side 0", "side 1", "side 2"]
 
 
+def test_a_backward_on_another_thread(
+    extension: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective in a backward has the place of its node, also if another thread has made the
+    node than the one that calls backward."""
+
+    class Reduced(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            reduce()
+            return gradient
+
+    class Reducing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Reduced.apply(super().forward(x))
+
+    def job() -> None:
+        model = nn.Sequential(Reducing(8, 8), Reducing(8, 8))
+        for _ in range(STEPS):
+            thread = threading.Thread(target=model(batch()).sum().backward, name="side")
+            thread.start()
+            thread.join()
+            torchwhere.step()
+
+    natively = events_of(job, tmp_path / "native", monkeypatch, native=True)
+    recorded = extension.recorded()
+    plainly = events_of(job, tmp_path / "python", monkeypatch, native=False)
+    assert without_times(natively) == without_times(plainly)
+    assert recorded == STEPS  # the first call of each thread is Python's
+
+
 def test_watches_that_end_while_a_thread_issues_collectives(extension: Any, tmp_path: Path) -> None:
     """A watch may begin and end at any moment of a call of another thread. No call fails, and each
     box has consecutive numbers."""
@@ -374,6 +410,23 @@ def test_shapes_that_never_repeat(extension: Any, tmp_path: Path) -> None:
     ]
     assert [event.fields["number"] for event in events] == list(range(len(events)))
     assert extension.recorded() == 2
+
+
+def test_even_splits_after_many_shapes(
+    extension: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The even splits of an all_to_all are recorded after any number of other calls."""
+
+    def job() -> None:
+        for size in range(1, MOST_SPLITS + 10):
+            reduce(size)
+            if size == 1 or size > MOST_SPLITS:
+                dist.all_to_all_single(torch.ones(RANKS), torch.ones(RANKS))
+
+    natively = events_of(job, tmp_path / "native", monkeypatch, native=True)
+    assert extension.recorded() == 9
+    plainly = events_of(job, tmp_path / "python", monkeypatch, native=False)
+    assert without_times(natively) == without_times(plainly)
 
 
 def test_a_tap_gets_every_call(extension: Any) -> None:

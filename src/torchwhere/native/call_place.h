@@ -45,11 +45,13 @@ inline Maker maker_of(uint64_t seq, const ThreadTrack* own, const Box* box, bool
   auto own_maker = std::find_if(
       makers.begin(), makers.end(), [own](const Maker& maker) { return maker.track == own; });
   bool calls_backward = (own->top >> PASS_SHIFT & PASS_MASK) == BACKWARD_PASS;
-  if (own_maker == makers.end() || !calls_backward)
-    prefer(&makers, [own](const Maker& maker) { return maker.track != own; });
+  if (calls_backward && own_maker != makers.end()) {
+    *is_certain = makers.size() == 1;
+    return *own_maker;
+  }
+  prefer(&makers, [own](const Maker& maker) { return maker.track != own; });
   *is_certain = makers.size() == 1;
   if (makers.empty()) return {};
-  if (own_maker != makers.end() && calls_backward) return *own_maker;
   prefer(&makers, [box](const Maker& maker) { return maker.track->cursor == box->main_cursor; });
   return makers.front();
 }
