@@ -33,7 +33,7 @@ ENGINE_CALL = "_engine_run_backward"
 _DISPATCH_MODE_FRAMES = ("__call__", "__torch_dispatch__", "inner", "_fn")
 _MOST_SIGNATURES = 4096  # per group: a job whose shapes never repeat would fill the table
 _MOST_TENSORS = 64  # of one collective: the job may wait for any of them
-_MOST_SPLITS = 1024  # fewer: the split sizes of an all_to_all repeat even less
+_MOST_SPLITS = 1024  # fewer: uneven split sizes of an all_to_all repeat even less
 
 
 class CollectiveCall(NamedTuple):
@@ -230,11 +230,9 @@ class CollectiveHook:
         tensors = inputs or outputs
         dtype = tensors[0].dtype if tensors else None
         shapes, out_shapes = tuple([t.shape for t in inputs]), tuple([t.shape for t in outputs])
-        splits = (
-            _splits(op, args)
-            if op.splits_at is not None and len(group.signatures) < _MOST_SPLITS
-            else None
-        )
+        splits = _splits(op, args)
+        if splits is not None and any(splits) and len(group.signatures) >= _MOST_SPLITS:
+            splits = None
         key = (op.raw, dtype, shapes, out_shapes, peer, reduce_op, api, splits)
         signature = group.signatures.get(key)
         if signature is None:
