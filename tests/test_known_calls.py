@@ -330,6 +330,31 @@ def test_two_threads(extension: Any, tmp_path: Path) -> None:
     assert names == ["MainThread"] * 4 + ["side 0", "side 1", "side 2"]
 
 
+def test_threads_that_issue_the_first_calls_of_a_group(extension: Any, tmp_path: Path) -> None:
+    """Threads that use a new group at the same time share one count of its collectives."""
+
+    def issue(group: dist.ProcessGroup, barrier: threading.Barrier) -> None:
+        barrier.wait()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(3), group=group)
+
+    interval = sys.getswitchinterval()
+    with torchwhere.watch(out=tmp_path):
+        sys.setswitchinterval(1e-6)
+        for _ in range(10):
+            arguments = dist.new_group([0, 1]), threading.Barrier(4)
+            threads = [threading.Thread(target=issue, args=arguments) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        sys.setswitchinterval(interval)
+    numbers: dict[str, list[int]] = {}
+    for event in collectives_of(tmp_path):
+        numbers.setdefault(event.fields["group"], []).append(event.fields["number"])
+    assert [sorted(own) for own in numbers.values()] == [list(range(12))] * 10
+
+
 def test_a_backward_on_another_thread(
     extension: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class WatchedGroups:
         self._groups: dict[int, WatchedGroup] = {}
         self._alive: dict[int, Any] = {}
         self._has_new = False
+        # reentrant: a signal handler may issue a collective while its thread adds a group
+        self._lock = threading.RLock()
         # kept: at the end of the process, Python clears the extension before the last groups
         self._forget_calls = None if box.native is None else box.native.forget_calls
         self._count_from: Callable[[int], Iterator[int]] = (
@@ -98,9 +101,8 @@ class WatchedGroups:
         """The counter of the messages between `ends`; a new one starts at `first`."""
         stream = group.streams.get(ends)
         if stream is None:
-            stream = group.streams[ends] = StreamCounter(
-                self._count_from(first), self._box.counter_at((group.entry, *ends))
-            )
+            new = StreamCounter(self._count_from(first), self._box.counter_at((group.entry, *ends)))
+            stream = group.streams.setdefault(ends, new)  # another thread may have added one
         return stream
 
     def refresh(self) -> None:
@@ -138,6 +140,11 @@ class WatchedGroups:
         self.refresh()
 
     def _add(self, pg: Any) -> WatchedGroup:
+        """Add a group, once: two threads may issue its first collectives at the same time."""
+        with self._lock:
+            return self._groups.get(id(pg)) or self._new(pg)
+
+    def _new(self, pg: Any) -> WatchedGroup:
         dim = mesh_dim(pg.group_desc)  # `_name_dimensions` corrects it later
         group = WatchedGroup(
             name=pg.group_name,
