@@ -32,6 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -964,6 +965,27 @@ def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:
         assert sum(found.counts.values()) == 2 * BUCKETS
         train(model, 1)
         assert part.recorded() == before + BUCKETS
+
+
+def test_buckets_of_a_group_that_a_mesh_names(part: Any, one_rank: None) -> None:
+    """A mesh may get the group of a DDP instance. Then known buckets have its name in the mesh."""
+    meshes = []
+
+    def job() -> None:
+        model = stacked()
+        for step in range(20):
+            if step == 10:
+                meshes.append(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("inner",)))
+                dist.new_group([0])  # the names of groups are read when there is a new one
+            train(model, 1)
+        raise ValueError("stop")
+
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match="stop") as raised, torchwhere.watch():
+        job()
+    (note,) = raised.value.__notes__
+    assert re.search(r"collectives: (all_reduce #\d+ on inner(, |$)){3}", note)
+    assert part.recorded() > 0
 
 
 # -- threads, ends and deaths ----------------------------------------------------------------------

@@ -103,6 +103,16 @@ inline PyObject* buckets_forget(Buckets* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Forgets the buckets of all DDP instances. Python teaches them again at their next reduction.
+inline void forget_all_buckets() {
+  std::vector<Buckets*> all;
+  {
+    std::lock_guard<std::mutex> guard(kernel.lock);
+    for (const auto& [param, buckets] : kernel.reducer_of) all.push_back(buckets);
+  }
+  for (Buckets* buckets : all) Py_XDECREF(buckets_forget(buckets, nullptr));
+}
+
 inline void buckets_dealloc(Buckets* self) {
   Py_XDECREF(buckets_forget(self, nullptr));
   self->learned.~vector();

@@ -231,10 +231,11 @@ inline PyObject* learn_call(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// forget_calls(): the names of modules have changed, or a group was freed, whose address another
-// group may get.
+// forget_calls(): the name of a module or of a group has changed, or a group was freed, whose address
+// another group may get. Forgets the buckets of DDP too: they have the name of their group.
 inline PyObject* forget_calls(PyObject*, PyObject*) {
   known_calls.forget();
+  forget_all_buckets();
   Py_RETURN_NONE;
 }
 
