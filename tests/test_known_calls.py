@@ -34,6 +34,7 @@ import torchwhere
 from models import Block, Model, batch
 from torchwhere.core.events import Event
 from torchwhere.native import load
+from torchwhere.recorder.collectives import CollectiveRecorder
 
 RANKS = 4
 STEPS = 6
@@ -418,6 +419,34 @@ def test_watches_that_end_while_a_thread_issues_collectives(extension: Any, tmp_
     for number in range(8):
         numbers = [event.fields["number"] for event in collectives_of(tmp_path / str(number))]
         assert numbers == list(range(len(numbers)))
+
+
+def test_a_call_that_returns_in_the_next_watch(
+    extension: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that Python records while its watch ends teaches the next watch nothing."""
+    is_recorded, may_return = threading.Event(), threading.Event()
+    record = CollectiveRecorder._record
+
+    def record_slowly(self: CollectiveRecorder, *args: Any) -> None:
+        record(self, *args)
+        if threading.current_thread() is thread:
+            is_recorded.set()
+            may_return.wait(60)
+
+    monkeypatch.setattr(CollectiveRecorder, "_record", record_slowly)
+    thread = threading.Thread(target=lambda: reduce(5))
+    with torchwhere.watch(out=tmp_path / "first"):
+        thread.start()
+        assert is_recorded.wait(60)
+    with torchwhere.watch(out=tmp_path / "second"):
+        reduce(6)
+        reduce(7)
+        may_return.set()
+        thread.join()
+        reduce(5)
+    shapes = [event.fields["shapes"] for event in collectives_of(tmp_path / "second")]
+    assert shapes == [[[6]], [[7]], [[5]]]
 
 
 def test_shapes_that_never_repeat(extension: Any, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def begin(
     /,
 ) -> None: ...
 def learn_call(
+    box: Box,
     frame: FrameType | None,
     label: int,
     numbers: Count,

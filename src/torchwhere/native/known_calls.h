@@ -168,19 +168,20 @@ inline bool key_of_call(PyObject* frame, CallKey* key, std::vector<Owned>* units
   return true;
 }
 
-// learn_call(frame, label, numbers, counter, device_index, end, kind, flags, line, graph, subject,
-// beneficiary): the extension records the next calls like this one, which Python has just recorded.
-// `frame` is the innermost frame, or None. The counter is -1 if there is none, the line 0 if it is
-// that of the backward.
+// learn_call(box, frame, label, numbers, counter, device_index, end, kind, flags, line, graph,
+// subject, beneficiary): the extension records the next calls like this one, which Python has just
+// recorded into this box. Does nothing if another watch has begun meanwhile. `frame` is the innermost
+// frame, or None. The counter is -1 if there is none, the line 0 if it is that of the backward.
 inline PyObject* learn_call(PyObject*, PyObject* args) {
-  PyObject *frame, *numbers;
+  PyObject *box_object, *frame, *numbers;
   unsigned long long label;
   long long counter;
   int device_index, end;
   unsigned int kind, flags, line, graph, subject, beneficiary;
   if (!PyArg_ParseTuple(
           args,
-          "OKOLiiIIIIII",
+          "OOKOLiiIIIIII",
+          &box_object,
           &frame,
           &label,
           &numbers,
@@ -197,8 +198,8 @@ inline PyObject* learn_call(PyObject*, PyObject* args) {
   if (call_in_python.arguments == nullptr || call_in_python.is_known) Py_RETURN_NONE;
   CallKey key;
   std::vector<Owned> units;
-  Box* box = kernel.box.load();
-  bool has_key = box != nullptr && key_of_call(frame, &key, &units);
+  auto* box = reinterpret_cast<Box*>(box_object);
+  bool has_key = kernel.box.load() == box && key_of_call(frame, &key, &units);
   if (PyErr_Occurred()) return nullptr;
   if (!has_key || kernel.box.load() != box) Py_RETURN_NONE;
   box_of_thread = box->id;

@@ -63,6 +63,7 @@ class NativeExtension(Protocol):
     ) -> None: ...
     def learn_call(
         self,
+        box: extension.Box,
         frame: FrameType | None,
         label: int,
         numbers: extension.Count,

@@ -275,11 +275,14 @@ class CollectiveRecorder:
 
     def _teach_call(self, call: CollectiveCall, line: int, beneficiary: int) -> None:
         """Let the native extension record the next calls like this one by itself."""
-        stack = call.stack
+        stack, native_box = call.stack, self._box.native_box
         has_name = beneficiary or stack.unit is None
-        if self._native is None or not has_name or (stack.unit is None and stack.variables):
+        if self._native is None or native_box is None or not has_name:
+            return
+        if stack.unit is None and stack.variables:
             return
         self._native.learn_call(
+            native_box,
             call.frame,
             self._label_of(call),
             cast("extension.Count", call.stream.numbers),
