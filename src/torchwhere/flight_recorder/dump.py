@@ -120,8 +120,18 @@ class Dump:
         does not list is complete."""
         if self.own is not None or self.is_of_gloo or not (self.entries or self.status):
             return False
-        is_whole = bool(self.entries) and self.entries[0].record_id == 0
+        is_whole = bool(self.entries) and self.entries[0].record_id == 0 and not self._has_gaps
         return not is_whole and all(entry.state != "completed" for entry in self.entries)
+
+    @property
+    def _has_gaps(self) -> bool:
+        """Whether entries were left out between the first and the last one.
+
+        The recorder never completes the entries inside a batch, so a dump of active calls lists
+        them from the first batch on. It leaves out the entries that end a complete batch.
+        """
+        span = self.entries[-1].record_id - self.entries[0].record_id + 1
+        return span > len(self.entries) + self.malformed
 
     @property
     def has_timing(self) -> bool:
