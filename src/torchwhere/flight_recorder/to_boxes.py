@@ -21,6 +21,7 @@ from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, stored_line
 from torchwhere.diagnose.dump_progress import MessageCount, PendingCall
+from torchwhere.flight_recorder.batches import BatchStates
 from torchwhere.flight_recorder.confirmation import confirmation_of
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
 from torchwhere.flight_recorder.dump_box import Account, DumpBox
@@ -81,13 +82,7 @@ class _Converter:
         self._shared: dict[int, dict[str, Any] | None] = {}
         self._messages: Counter[tuple[str, int, int]] = Counter()
         self._first_messages: dict[str, int] = {}  # their numbers, by group
-        # the states of batches, by group, kind and number
-        self._batches = {
-            (entry.group, entry.is_p2p, entry.seq): entry.state
-            for entry in dump.entries
-            if entry.is_end_of_batch
-        }
-        self._used = {(entry.group, entry.is_p2p) for entry in dump.entries}
+        self._states = BatchStates(dump, self.box.status)
         self._add_groups(own)
         self._add_calls()
         self._add_cursor(own.get("place"))
@@ -215,7 +210,7 @@ class _Converter:
     def _add_progress(self, row: int, entry: DumpEntry, number: int) -> None:
         """Add a call, by its last entry, to those that are pending and to the counts of
         messages."""
-        state, ends = self._state(entry), None
+        state, ends = self._states.state(entry), None
         if entry.is_p2p:
             ends = self._ends(entry)
             if ends is None:
@@ -234,22 +229,6 @@ class _Converter:
             return False
         completed = self.box.status.get(entry.group, (-1, -1, -1))[2]
         return entry.seq > completed
-
-    def _state(self, entry: DumpEntry) -> str:
-        """The state of a call, by its last entry.
-
-        The entries of a batch stay "scheduled" forever: the entry that ends it has the state. A
-        dump of active calls lists them without that entry: then the status of the group decides.
-        gloo records no states: a call that is not retired is pending.
-        """
-        if entry.backend == "gloo":
-            return "completed" if entry.is_retired else "scheduled"
-        state = self._batches.get((entry.group, entry.is_p2p, entry.seq), entry.state)
-        if state == "completed" or not self.box.lists_only_active:
-            return state
-        is_mixed = {(entry.group, True), (entry.group, False)} <= self._used
-        completed = self.box.status.get(entry.group, (-1, -1, -1))[2]
-        return "completed" if not is_mixed and entry.seq <= completed else state
 
     def _update_account(self, entry: DumpEntry, group: str) -> None:
         account = self.box.accounts.setdefault(group, Account())
