@@ -202,11 +202,15 @@ def _mismatch(
 
 def _has_deviated(window: CallWindow, row: int, column: int, values: npt.NDArray[np.int64]) -> bool:
     """Whether a class issued something else at the same position of the step before; without
-    steps, whether it never issued this before."""
+    steps, whether it never issued this before.
+
+    If rings have lost the beginning, what another class issues too is not new.
+    """
     earlier = _a_step_before(window, row, column)
     if earlier is not None:
         return bool(values[row, earlier] != values[row, column])
-    return column > 0 and not bool((values[row, :column] == values[row, column]).any())
+    known = values[row, :column] if window.first == 0 else np.delete(values, column, axis=1)
+    return column > 0 and not bool((known == values[row, column]).any())
 
 
 def _has_changed_length(
