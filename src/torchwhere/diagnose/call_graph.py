@@ -66,7 +66,7 @@ class CallGraph:
 
     def _is_unreached(self, rank: int, meeting: Meeting) -> bool:
         call = self.ranks[rank].first_pending.get(meeting)
-        if call is None or (call.ends is None and call.group in self.progress.outdated[rank]):
+        if call is None or self.progress.outdated[rank]:
             return False
         return self.ranks[rank].has_timing and not call.has_started
 
@@ -120,31 +120,3 @@ class CallGraph:
                 reached.add(other)
                 to_do.append(other)
         return reached
-
-    def shift(self, rank: int, other: int) -> int:
-        """How many calls of the other rank's group a rank has skipped, in the end.
-
-        Compares two ranks that are both in the calls of both groups, at the last call of the rank's
-        own group that both have issued. 0: the ranks only swapped two calls, or it is unknown.
-        """
-        own, theirs = self.places[rank].group, self.places[other].group
-        records, other_records = self._records(rank, own), self._records(other, own)
-        last = max(records.keys() & other_records.keys(), default=0)
-        if last <= self.places[rank].number:
-            return 0
-        return self._issued_before(other, theirs, other_records[last]) - self._issued_before(
-            rank, theirs, records[last]
-        )
-
-    def _records(self, rank: int, group: str) -> dict[int, int]:
-        """The records of a rank's pending collectives in a group, by their number."""
-        calls = self.ranks[rank].pending
-        return {
-            call.number: call.record for call in calls if (call.group, call.ends) == (group, None)
-        }
-
-    def _issued_before(self, rank: int, group: str, record: int) -> int:
-        """How many collectives of a group a rank had issued before a record."""
-        records = self._records(rank, group)
-        before = [number + 1 for number in records if records[number] < record]
-        return max(before, default=min(records, default=0))

@@ -102,6 +102,7 @@ class OrderCohort:
     """Ranks that wait in the same call."""
 
     ranks: Ranks
+    in_all: Ranks  # those that take part in the calls of all cohorts: only they chose the order
     call: ReferredCall
 
 
@@ -109,5 +110,5 @@ class OrderCohort:
 class DifferentOrder(Cause):
     """Ranks that issued the calls of several groups in different orders."""
 
-    cohorts: tuple[OrderCohort, ...]  # the largest first
+    cohorts: tuple[OrderCohort, ...]  # the usual order first
     shift: int  # how many calls fewer of the first group the second cohort has issued

@@ -28,7 +28,7 @@ from torchwhere.core.rank_text import Ranks
 from torchwhere.diagnose.call_graph import CallGraph, Root
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
-from torchwhere.diagnose.doctor.rules.deadlock import find_deadlock
+from torchwhere.diagnose.doctor.rules.deadlock import Deadlock, find_deadlock
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
 from torchwhere.diagnose.doctor.rules.no_fault import PartlyWatched
 from torchwhere.diagnose.doctor.verdict import VerdictKind
@@ -46,6 +46,7 @@ from torchwhere.diagnose.dump_causes import (
     UnreachedByAll,
     UnreachedCall,
 )
+from torchwhere.diagnose.dump_order import order_sides, shift
 from torchwhere.diagnose.dump_progress import (
     JobProgress,
     Meeting,
@@ -59,8 +60,7 @@ def find_dump_hang(context: Context, progress: JobProgress) -> tuple[Context, Fi
     """Find what the dumps show; returns also the context with the waits that they show."""
     search = _HangSearch(context, CallGraph(progress))
     context = replace(context, waits=search.waits)
-    deadlock = find_deadlock(context) if search.lacks_calls() else None
-    return context, search.missing() or deadlock or search.on_devices()
+    return context, search.missing() or search.deadlock() or search.on_devices()
 
 
 def without_absent(finding: Finding, context: Context) -> Finding:
@@ -159,7 +159,9 @@ class _HangSearch:
         cause: Cause = UnreachedCall(ranks, self._call(meeting), tuple(sorted(self.waits)))
         if not on_device:
             cause = self._not_issued(ranks, wait, meeting)
-        is_certain = not wait.no_data and len(ranks) == len(wait.missing)
+        ends = self.graph.places[wait.rank].ends
+        is_counted = on_device or ends is None or self.progress.count_messages(ends)
+        is_certain = is_counted and not wait.no_data and len(ranks) == len(wait.missing)
         return Finding(
             VerdictKind.MISSING,
             cause,
@@ -176,6 +178,23 @@ class _HangSearch:
             return MissingRanks(ranks, wait, elsewhere=elsewhere)
         return MissingMessage(ranks[0], call)
 
+    # -- ranks that wait for each other ------------------------------------------------------------
+
+    def deadlock(self) -> Finding | None:
+        """Ranks that wait for each other in calls that others have not issued.
+
+        If nothing shows which rank of the cycle is wrong, none is named.
+        """
+        finding = (
+            find_deadlock(replace(self.context, waits=self.waits)) if self.lacks_calls() else None
+        )
+        cause = finding.cause if finding is not None else None
+        if finding is None or not isinstance(cause, Deadlock):
+            return finding
+        if {wait.rank for wait in cause.cycle} <= set(finding.culprits):
+            return replace(finding, culprits=())
+        return finding
+
     # -- all have issued it ------------------------------------------------------------------------
 
     def on_devices(self) -> Finding:
@@ -186,9 +205,9 @@ class _HangSearch:
         current = [root for root in roots if not self._outdated(root)]
         if not current:
             return self._not_current(roots)
-        if len(current[0]) > 1:
-            return self._different_order(current[0])
         meeting = current[0][0]
+        if len(current[0]) > 1:
+            return self._different_order(current[0]) or self._incomplete(meeting)
         return self._stuck_end(meeting) or self._incomplete(meeting)
 
     def _not_current(self, roots: list[Root]) -> Finding:
@@ -254,29 +273,21 @@ class _HangSearch:
             if call.ends is None and call.group in self.progress.outdated.get(rank, ())
         ]
 
-    def _different_order(self, root: Root) -> Finding:
-        cohorts = [OrderCohort(tuple(self.graph.ranks_in[call]), self._call(call)) for call in root]
-        cohorts.sort(key=lambda cohort: len(cohort.ranks), reverse=True)
-        usual, other = cohorts[:2]
-        is_clear = len(cohorts) == 2 and len(usual.ranks) > len(other.ranks)
-        shift = self._shift(usual, other) if is_clear else 0
+    def _different_order(self, root: Root) -> Finding | None:
+        sides, is_clear = order_sides(self.graph, root)
+        if len(sides) < 2:
+            return None
+        cohorts = [OrderCohort(side.ranks, side.in_all, self._call(side.meeting)) for side in sides]
+        skipped = shift(self.graph, *sides[:2]) if is_clear else 0
         return Finding(
-            VerdictKind.MISMATCH if shift else VerdictKind.DEADLOCK,
-            DifferentOrder(tuple(cohorts), shift),
-            culprits=other.ranks if is_clear else (),
-            call=other.call.reference,
+            VerdictKind.MISMATCH if skipped else VerdictKind.DEADLOCK,
+            DifferentOrder(tuple(cohorts), skipped),
+            culprits=cohorts[1].in_all if is_clear else (),
+            call=cohorts[1].call.reference,
             certainty=Certainty.INFERRED,
-            facts={"on_device": True} | ({"differs_in": ["order"]} if shift else {}),
+            facts={"on_device": True} | ({"differs_in": ["order"]} if skipped else {}),
             blocked=frozenset(self.graph.places),
         )
-
-    def _shift(self, usual: OrderCohort, other: OrderCohort) -> int:
-        rank = other.ranks[0]
-        members = self.progress.taking_part(self.graph.places[rank])
-        witness = next((member for member in usual.ranks if member in members), None)
-        if witness is None or usual.call.ends is not None or other.call.ends is not None:
-            return 0
-        return self.graph.shift(rank, witness)
 
     def _stuck_end(self, meeting: Meeting) -> Finding | None:
         """The end of a message whose device has not reached it."""

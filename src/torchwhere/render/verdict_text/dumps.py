@@ -304,19 +304,19 @@ def different_order_text(cause: DifferentOrder, context: Context) -> list[str]:
             *lines,
             (
                 "Likely cause: a different code path on some ranks. Look at: the order of these"
-                f" groups {_at(context, other.ranks)}."
+                f" groups {_at(context, other.in_all or other.ranks)}."
             ),
         ]
-    skipping, group = ranks_phrase(other.ranks), _title(context, usual.call)
+    skipping, group = ranks_phrase(other.in_all), _title(context, usual.call)
     if cause.shift < 0:
-        skipping, group = ranks_phrase(usual.ranks), _title(context, other.call)
+        skipping, group = ranks_phrase(usual.in_all), _title(context, other.call)
     return [
         *lines,
         (
-            f"After that, the calls of {ranks_phrase(other.ranks)} stay in a different order:"
+            f"After that, the calls of {ranks_phrase(other.in_all)} stay in a different order:"
             f' {skipping} skipped {plural(abs(cause.shift), "call")} of group "{group}".'
         ),
-        f"Look at: conditions on rank, step or data {_at(context, other.ranks)}.",
+        f"Look at: conditions on rank, step or data {_at(context, other.in_all or other.ranks)}.",
     ]
 
 
