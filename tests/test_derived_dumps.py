@@ -146,6 +146,15 @@ def test_timing_on_all_ranks(dumps: Path, tmp_path: Path) -> None:
     assert "All devices have started it: look at the network between them." in verdict.explanation
 
 
+def test_default_group(dumps: Path, tmp_path: Path) -> None:
+    """A rank without entries is found in the default group, which is always its first one, also if
+    the names of the other groups have no order."""
+    ranks = read(dumps / "stuck_cpu" / "active")
+    for dump in ranks.values():
+        dump["pg_config"]["a7f"] = dump["pg_config"]["0"] | {"name": "a7f", "desc": "dp"}
+    assert conclusion(diagnosed(tmp_path, ranks)) == MISSING
+
+
 @pytest.mark.parametrize("names", ["numbers", "hashes"])
 def test_many_groups(dumps: Path, tmp_path: Path, names: str) -> None:
     """A rank without entries is found in the right one of 300 groups, by the order in which it
@@ -241,6 +250,79 @@ def test_experts_and_a_stuck_device(dumps: Path, tmp_path: Path, has_timing: boo
         assert "  ranks 0-1 only wait for ranks in this call" in verdict.explanation
 
 
+@pytest.mark.parametrize("wrong", [2, 3])
+def test_experts_in_another_order(dumps: Path, tmp_path: Path, wrong: int) -> None:
+    """Ranks that are in one of two groups cannot use them in a wrong order, so their number decides
+    nothing. Of two ranks that are in both, the one is named that differs from the other groups."""
+    usual: list[Call] = [("0", 41), ("2", 81)] if wrong == 3 else [("2", 81), ("0", 41)]
+    pending: dict[int, list[Call]] = {
+        2: usual if wrong == 3 else usual[::-1],
+        3: usual if wrong == 2 else usual[::-1],
+    }
+    of_others: list[Call] = [("0", 41), ("1", 81)] if wrong == 3 else [("0", 41)]
+    pending |= {0: of_others, 1: of_others}
+    counts = {"0": 41, "1": 81, "2": 81}
+    verdict = diagnosed(tmp_path, expert_ranks(dumps, pending, lambda rank, name: counts[name]))
+    assert conclusion(verdict) == ("deadlock", (wrong,))
+
+
+def test_experts_and_a_call_that_one_rank_completed(dumps: Path, tmp_path: Path) -> None:
+    """A rank that has not completed what another rank has may wait in that call. So it is not
+    blamed for what it has not issued in another group."""
+    pending: dict[int, list[Call]] = {
+        0: [("0", 41)],
+        1: [("0", 41)],
+        2: [("2", 81)],
+        3: [("0", 41)],
+    }
+    counts = {(2, "0"): 41, (2, "2"): 81, (3, "2"): 80}
+    ranks = expert_ranks(
+        dumps, pending, lambda rank, name: counts.get((rank, name), 41 if name == "0" else 80)
+    )
+    assert conclusion(diagnosed(tmp_path, ranks)) == NOT_KNOWN
+
+
+def test_experts_that_wait_for_each_other(dumps: Path, tmp_path: Path) -> None:
+    """If two ranks wait for each other, and nothing shows which one is wrong, none is named."""
+    pending: dict[int, list[Call]] = {
+        rank: [("2", 81) if rank == 2 else ("0", 41)] for rank in range(4)
+    }
+    counts = {(2, "0"): 40, (3, "2"): 80}
+    ranks = expert_ranks(
+        dumps, pending, lambda rank, name: counts.get((rank, name), 41 if name == "0" else 81)
+    )
+    assert conclusion(diagnosed(tmp_path, ranks)) == ("deadlock", ())
+
+
+def test_two_ranks_that_have_lost_their_first_calls(dumps: Path, tmp_path: Path) -> None:
+    """A rank that issues one call too many stays at a line that the other one has left. If both
+    rings have lost the calls before, that line is not new, and the other rank is not blamed."""
+    ranks = {rank: dump for rank, dump in read(dumps / "extra" / "all").items() if rank < 2}
+    for rank, dump in ranks.items():
+        template = dump["entries"][-1]
+        dump["pg_config"]["0"]["ranks"] = "[0, 1]"
+        dump["pg_status"]["0"] |= {
+            "last_enqueued_collective": 520,
+            "last_completed_collective": 499,
+        }
+        dump["entries"] = [
+            template
+            | {
+                "record_id": number + 40,
+                "collective_seq_id": number,
+                "frames": [
+                    {
+                        "name": "f",
+                        "filename": "/job/train.py",
+                        "line": 7 if (number - rank) % 60 < 30 else 9,
+                    }
+                ],
+            }
+            for number in range(500, 521)
+        ]
+    assert diagnosed(tmp_path, ranks).culprits == ()
+
+
 # -- pipelines -------------------------------------------------------------------------------------
 
 
@@ -296,6 +378,20 @@ def test_pipeline_and_a_dump_that_lost_its_messages(
     assert verdict.kind != "healthy"
 
 
+@pytest.mark.parametrize("completed", [252, 251], ids=["confirmed", "perhaps aborted"])
+def test_pipeline_and_an_idle_receiver(dumps: Path, tmp_path: Path, completed: int) -> None:
+    """A rank whose calls are all complete has not issued the receive that a pending send waits for.
+    If its last call may have been aborted, it is not named."""
+    ranks = read(dumps / "endless_pipeline" / "active")
+    status = {"last_enqueued_collective": 252, "last_completed_collective": completed}
+    ranks[3]["entries"] = []
+    ranks[3]["pg_status"]["0"] |= status
+    verdict = diagnosed(tmp_path, ranks)
+    is_clear = completed == 252
+    assert conclusion(verdict) == (("missing", (3,)) if is_clear else NOT_KNOWN)
+    assert verdict.certainty == ("inferred" if is_clear else "unknown")
+
+
 def test_batches_of_messages(dumps: Path, tmp_path: Path) -> None:
     """The recorder never completes the entries inside a batch: in active dumps, the status of the
     group shows that the batch is complete."""
@@ -321,6 +417,42 @@ def test_batches_and_timing(dumps: Path, tmp_path: Path) -> None:
     for rank, dump in ranks.items():
         ranks[rank] = in_batches(with_timing(dump, has_reached=rank != VICTIM))
     assert conclusion(diagnosed(tmp_path, ranks)) == MISSING
+
+
+def add_collective(dump: Dump, *, pending: bool) -> None:
+    """Add a collective of the same group after all messages."""
+    last = dump["entries"][-1]
+    collective = last | {
+        "record_id": last["record_id"] + 1,
+        "collective_seq_id": 1,
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[4]],
+        "output_sizes": [[4]],
+        "is_p2p": False,
+        "state": "scheduled" if pending else "completed",
+        "retired": not pending,
+    }
+    dump["entries"].append(collective)
+    status = dump["pg_status"]["0"]
+    status["last_enqueued_collective"] = 1
+    status["last_completed_collective"] = last["p2p_seq_id"] if pending else 1
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_active_dumps_that_begin_with_batches(dumps: Path, tmp_path: Path, pending: bool) -> None:
+    """The recorder never completes the entries inside a batch, also the first ones of a job: in
+    active dumps, those whose end is not listed are complete."""
+    ranks = read(dumps / "endless_pipeline" / "all")
+    for rank, dump in ranks.items():
+        dump = in_batches(dump)
+        for record_id, entry in enumerate(dump["entries"]):
+            entry["record_id"] = record_id
+            if record_id % 2:
+                entry |= {"state": "completed", "retired": True}
+        add_collective(dump, pending=pending)
+        ranks[rank] = only_active(dump)
+        assert ranks[rank]["entries"][0]["record_id"] == 0
+    assert conclusion(diagnosed(tmp_path, ranks)) == (TOGETHER if pending else HEALTHY)
 
 
 # -- empty lists -----------------------------------------------------------------------------------

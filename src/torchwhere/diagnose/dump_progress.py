@@ -231,20 +231,29 @@ class JobProgress:
         """Whether the CPU of a rank has issued a call; None if its dump does not show it."""
         progress = self.ranks[rank]
         if call.ends is not None:
-            return self._has_message(progress, call.meeting, call.number, call.ends)
+            return self._has_message(rank, call, call.ends)
         if call.group in self.outdated[rank] or call.group not in progress.issued:
             return None
         has_issued = progress.issued[call.group] > call.number
-        return None if not has_issued and call.group in progress.unsure else has_issued
+        # a dump that is outdated in any group does not show the last calls of its rank
+        may_have = bool(self.outdated[rank]) or call.group in progress.unsure
+        return None if not has_issued and may_have else has_issued
 
-    def _has_message(
-        self, progress: RankProgress, stream: MessageStream, number: int, ends: tuple[int, int]
-    ) -> bool | None:
-        if stream in progress.first_pending:
+    def _has_message(self, rank: int, call: PendingCall, ends: tuple[int, int]) -> bool | None:
+        progress = self.ranks[rank]
+        if call.meeting in progress.first_pending:
             return True
-        if not self.count_messages(ends):
-            return None
-        return progress.messages.get(stream, MessageCount()).issued > number
+        if self.count_messages(ends):
+            return progress.messages.get(call.meeting, MessageCount()).issued > call.number
+        # A complete send may be in a buffer, as long as no device has started to receive it. A
+        # receive is not complete before its send.
+        is_shown = rank == ends[1] or call.has_started
+        return False if is_shown and self._is_idle(rank) else None
+
+    def _is_idle(self, rank: int) -> bool:
+        """Whether all calls of a rank are complete for certain."""
+        is_current = rank not in (*self.unwatched, *self.unconfirmed) and not self.outdated[rank]
+        return is_current and not self.ranks[rank].pending and not self.ranks[rank].unsure
 
     def count_messages(self, ranks: tuple[int, ...]) -> bool:
         """Whether all these ranks have a dump that lists their messages from the first one on."""

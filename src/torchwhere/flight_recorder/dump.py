@@ -145,7 +145,8 @@ class Dump:
         """The names of groups by `pg_id`, as far as known.
 
         A `pg_id` is local to its rank. Entries show it. Otherwise it follows from the order in
-        which the rank created its groups, which is the order of their numbers.
+        which the rank created its groups, which is the order of their numbers. The default group
+        is always the first one.
         """
         listed = {entry.pg_id: entry.group for entry in self.entries}
         numbers = [name for name in self.groups if name.isascii() and name.isdigit()]
@@ -153,7 +154,7 @@ class Dump:
         are_all_numbered = len(created) == len(self.groups)
         if are_all_numbered and listed.items() <= created.items():
             return created
-        return listed
+        return ({0: "0"} if "0" in self.groups else {}) | listed
 
     @property
     def has_lost(self) -> bool:
