@@ -200,7 +200,8 @@ class _HangSearch:
     def on_devices(self) -> Finding:
         group = self.progress.group_of_failed_device()
         if group is not None:
-            return self._behind(group, is_clear=True)
+            call = self.progress.first_behind(self.progress.behind[group][0], group)
+            return self._behind(call, self.progress.behind[group], is_clear=True)
         roots = sorted(self.graph.roots(), key=self._began_ns)
         current = [root for root in roots if not self._outdated(root)]
         if not current:
@@ -208,14 +209,16 @@ class _HangSearch:
         meeting = current[0][0]
         if len(current[0]) > 1:
             return self._different_order(current[0]) or self._incomplete(meeting)
-        return self._stuck_end(meeting) or self._incomplete(meeting)
+        return self._stuck_end(meeting) or self._left_alone(meeting) or self._incomplete(meeting)
 
     def _not_current(self, roots: list[Root]) -> Finding:
         """All pending calls are in groups in which a dump is older than the others, or a device has
         failed."""
         progress = self.progress
         if progress.behind and not progress.has_progressed:
-            return self._behind(min(progress.behind), is_clear=False)
+            group = min(progress.behind)
+            ranks = progress.behind[group]
+            return self._behind(progress.first_behind(ranks[0], group), ranks, is_clear=False)
         if roots and not progress.has_progressed:
             return self._incomplete(roots[0][0])
         if self.graph.ranks and not self.graph.places:
@@ -245,9 +248,16 @@ class _HangSearch:
             certainty=Certainty.UNKNOWN,
         )
 
-    def _behind(self, group: str, *, is_clear: bool) -> Finding:
-        ranks = self.progress.behind[group]
-        call = self.progress.first_behind(ranks[0], group)
+    def _left_alone(self, meeting: Meeting) -> Finding | None:
+        """The only rank in a collective that all others have completed."""
+        call, ranks = self.graph.call(meeting), tuple(self.graph.ranks_in[meeting])
+        others = set(self.progress.taking_part(call)).difference(ranks)
+        is_alone = len(ranks) == 1 and len(others) > 1 and call.ends is None
+        if not is_alone or set(self.progress.completed_by(call)) != others:
+            return None
+        return self._behind(call, ranks, is_clear=True)
+
+    def _behind(self, call: PendingCall, ranks: Ranks, *, is_clear: bool) -> Finding:
         reference, absent = self._reference(ranks[0], call), self.progress.absent(call)
         completed_by = self.progress.completed_by(call)
         return Finding(
