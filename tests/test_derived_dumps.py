@@ -323,6 +323,54 @@ def test_two_ranks_that_have_lost_their_first_calls(dumps: Path, tmp_path: Path)
     assert diagnosed(tmp_path, ranks).culprits == ()
 
 
+def replicas(dumps: Path, number: int, wrong: int) -> dict[int, Dump]:
+    """Dumps of two groups of two ranks with equal calls; one rank differs from a number on."""
+    ranks = read(dumps / "skipped" / "all")
+    for rank, dump in ranks.items():
+        name = str(1 + rank // 2)
+        template = dump["entries"][0] | {"pg_id": 1, "process_group": (name, "replicate")}
+        members = str([rank // 2 * 2, rank // 2 * 2 + 1])
+        dump["pg_config"][name] = {"name": name, "desc": "replicate", "ranks": members}
+        dump["pg_status"]["1"] |= {"last_enqueued_collective": 20, "last_completed_collective": 9}
+        dump["pg_status"].pop("0")
+        sizes = [[100 + 7 * (n % 3)] for n in range(21 + (rank == wrong))]
+        if rank == wrong:
+            del sizes[number]
+        dump["entries"] = [
+            template
+            | {
+                "record_id": n,
+                "collective_seq_id": n,
+                "input_sizes": [size],
+                "output_sizes": [size],
+                "state": "completed" if n < 10 else "scheduled",
+                "retired": n < 10,
+            }
+            for n, size in enumerate(sizes)
+            if n
+        ]
+    return ranks
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_a_tie_in_one_of_several_groups(dumps: Path, tmp_path: Path, wrong: int) -> None:
+    """If the two ranks of a group differ, the one is named that differs from the other groups."""
+    verdict = diagnosed(tmp_path, replicas(dumps, 10, wrong))
+    assert (conclusion(verdict), verdict.certainty) == (("mismatch", (wrong,)), "inferred")
+    assert (
+        f"The cohorts have the same size, but only rank {wrong} differs from the other groups of"
+        " this kind."
+    ) in verdict.explanation
+
+
+def test_a_tie_in_groups_that_differ(dumps: Path, tmp_path: Path) -> None:
+    """Another group counts only if it issued the same calls before."""
+    ranks = replicas(dumps, 10, 1)
+    for rank in (2, 3):
+        ranks[rank]["entries"][4]["input_sizes"] = [[5]]
+    assert conclusion(diagnosed(tmp_path, ranks)) == ("mismatch", ())
+
+
 # -- pipelines -------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ are compared only where the step of a call is deterministic.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,6 +39,7 @@ class Mismatch:
     deviated: tuple[int, ...] = ()
     has_new_op: bool = False  # they deviated by an op that they had not issued in the group before
     is_own_call: bool = False  # they deviated by a call that only the user's own code can issue
+    is_outvoted: bool = False  # they deviated from other groups of the same kind
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -99,7 +101,10 @@ def _in_signature(job_calls: JobCalls, window: CallWindow) -> Mismatch | None:
 
 def _has_new_op(job_calls: JobCalls, window: CallWindow, column: int) -> npt.NDArray[np.bool_]:
     """For each class, whether it issued an op that it had not issued in the window before. All
-    false at the first call, where everything is new."""
+    false at the first call, where everything is new.
+
+    If rings have lost the beginning, an op is only new after calls that have all been repeated.
+    """
     signature_of = job_calls.shared_ids.signature_ids
 
     def op(number: int) -> str | None:
@@ -107,7 +112,11 @@ def _has_new_op(job_calls: JobCalls, window: CallWindow, column: int) -> npt.NDA
         return signature[0] if signature is not None else None
 
     rows = window.signature_ids[:, : column + 1].tolist()
-    has_new = [op(row[-1]) not in {None, *map(op, set(row[:-1]))} for row in rows]
+    has_new = [
+        op(row[-1]) not in {None, *map(op, set(row[:-1]))}
+        and (window.first == 0 or min(Counter(row[:-1]).values(), default=0) > 1)
+        for row in rows
+    ]
     return np.array(has_new) & (column > 0)
 
 

@@ -122,7 +122,9 @@ def _tie_text(cause: DifferentCalls, context: Context) -> list[str]:
         return [f"The cohorts have the same size: the {records} do not show which one is wrong."]
     they, own = agree(deviated, "it", "they"), agree(deviated, "its own", "their own")
     reason = f"deviated from {own} earlier calls."
-    if mismatch.has_new_op:
+    if mismatch.is_outvoted:
+        reason = f"{agree(deviated, 'differs', 'differ')} from the other groups of this kind."
+    elif mismatch.has_new_op:
         reason = f"issued an op that {they} had not issued in this group before."
     elif mismatch.is_own_call:
         reason = (

@@ -13,6 +13,7 @@ from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.exit_records import survived_exception
 from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding, exact_if
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
+from torchwhere.diagnose.doctor.twin_groups import outvoted
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 
 _NEARBY = 32  # calls before and after a mismatch that are searched for other threads
@@ -80,6 +81,8 @@ def first_mismatch(context: Context, differences: Sequence[Mismatch]) -> Finding
             difference.key, difference.number
         ),
     )
+    if first.is_tie and context.run.noun == "dump" and (wrong := outvoted(job_calls, first)):
+        first = replace(first, deviated=wrong, is_outvoted=True)
     is_exact = first.aspect == "signature" and first.is_certain
     blocked_s = blocked_ranks(context)
     are_all_blocked = len(blocked_s) == len(job_calls.by_rank) and context.timing.is_live
