@@ -186,6 +186,20 @@ def test_many_groups(dumps: Path, tmp_path: Path, names: str) -> None:
     assert verdict.collective["number"] == 22
 
 
+def test_a_call_of_one_rank(dumps: Path, tmp_path: Path) -> None:
+    """If most ranks are in no call, and one waits for them, it may have issued a call that the
+    others leave out, such as a barrier of rank 0: no rank is named."""
+    ranks = read(dumps / "stuck_cpu" / "active")
+    for rank in (1, 3):
+        ranks[rank] |= {name: ranks[VICTIM][name] for name in ("entries", "pg_status")}
+    verdict = diagnosed(tmp_path, ranks)
+    assert (conclusion(verdict), verdict.certainty) == (NOT_KNOWN, "unknown")
+    assert verdict.explanation[0].endswith(" The other ranks are in no call: ranks 1-3.")
+    assert verdict.explanation[2] == (
+        "Look at: the code path of rank 0, and the stacks of ranks 1-3."
+    )
+
+
 # -- expert groups ---------------------------------------------------------------------------------
 
 GROUPS = {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3]}

@@ -28,6 +28,7 @@ PACKAGES = (
     "diagnose.dump_progress",
     "diagnose.call_graph",
     "diagnose.dump_causes",
+    "diagnose.dump_order",
     "diagnose.dump_hang",
     "diagnose.dump_mismatch",
     "diagnose.dump_age",

@@ -54,6 +54,15 @@ class MissingMessage(Cause):
 
 
 @dataclass(frozen=True, slots=True)
+class FewInCall(Cause):
+    """A collective that few of its ranks have issued. The others are in no call."""
+
+    ranks: Ranks  # in it
+    call: ReferredCall
+    others: Ranks  # have not issued it
+
+
+@dataclass(frozen=True, slots=True)
 class UnreachedCall(Cause):
     """Devices that have not reached a call that their CPU has issued."""
 

@@ -36,6 +36,7 @@ from torchwhere.diagnose.doctor.waits import Wait, awaited
 from torchwhere.diagnose.dump_causes import (
     BehindRanks,
     DifferentOrder,
+    FewInCall,
     IncompleteCall,
     MissingMessage,
     NothingPending,
@@ -50,7 +51,6 @@ from torchwhere.diagnose.dump_order import order_sides, shift
 from torchwhere.diagnose.dump_progress import (
     JobProgress,
     Meeting,
-    MessageCount,
     MessageStream,
     PendingCall,
 )
@@ -162,21 +162,26 @@ class _HangSearch:
         ends = self.graph.places[wait.rank].ends
         is_counted = on_device or ends is None or self.progress.count_messages(ends)
         is_certain = is_counted and not wait.no_data and len(ranks) == len(wait.missing)
+        certainty = Certainty.EXACT if is_certain else Certainty.INFERRED
+        if isinstance(cause, FewInCall):
+            ranks, certainty = (), Certainty.UNKNOWN
         return Finding(
             VerdictKind.MISSING,
             cause,
             culprits=ranks,
             call=CallRef.of(wait),
-            certainty=Certainty.EXACT if is_certain else Certainty.INFERRED,
+            certainty=certainty,
             facts={"on_device": True} if on_device else {},
         )
 
     def _not_issued(self, ranks: Ranks, wait: Wait, meeting: Meeting) -> Cause:
-        call = self._call(meeting)
-        if call.ends is None:
-            elsewhere = tuple(rank for rank in wait.missing if rank not in ranks)
-            return MissingRanks(ranks, wait, elsewhere=elsewhere)
-        return MissingMessage(ranks[0], call)
+        call, in_it = self._call(meeting), tuple(self.graph.ranks_in[meeting])
+        if call.ends is not None:
+            return MissingMessage(ranks[0], call)
+        if len(ranks) > max(1, len(self.progress.taking_part(self.graph.call(meeting))) // 2):
+            return FewInCall(in_it, call, ranks)
+        elsewhere = tuple(rank for rank in wait.missing if rank not in ranks)
+        return MissingRanks(ranks, wait, elsewhere=elsewhere)
 
     # -- ranks that wait for each other ------------------------------------------------------------
 
@@ -327,9 +332,13 @@ class _HangSearch:
         """Whether the send of a message is complete, and its receive is not."""
         source, destination = meeting[1:]
         receive = self.graph.places.get(destination)
-        if receive is None or receive.meeting != meeting or self._unreceived(meeting) is None:
+        if (
+            receive is None
+            or receive.meeting != meeting
+            or self.progress.unreceived(meeting) is None
+        ):
             return False
-        return self._count(source, meeting).completed > receive.number
+        return self.progress.messages_of(source, meeting).completed > receive.number
 
     def _more_buffered(self, meeting: Meeting) -> tuple[MessageStream, int] | None:
         """A stream with more unreceived messages than this one can have.
@@ -340,10 +349,10 @@ class _HangSearch:
         source = meeting[1]
         if source not in self.graph.places or not self.progress.count_messages((source,)):
             return None
-        own = self._count(source, meeting)
-        unreceived = self._unreceived(meeting)
+        own = self.progress.messages_of(source, meeting)
+        unreceived = self.progress.unreceived(meeting)
         streams = [
-            (self._unreceived(stream) or 0, stream)
+            (self.progress.unreceived(stream) or 0, stream)
             for rank, progress in self.progress.ranks.items()
             for stream, count in progress.messages.items()
             if stream[1] == rank and count.largest_bytes >= own.largest_bytes
@@ -351,16 +360,6 @@ class _HangSearch:
         most, stream = max(streams, default=(0, meeting))
         own_most = own.completed if unreceived is None else unreceived
         return (stream, most) if most > own_most else None
-
-    def _unreceived(self, stream: MessageStream) -> int | None:
-        """How many completed sends of a stream have not been received; None if unknown."""
-        _, source, destination = stream
-        if not self.progress.count_messages((source, destination)):
-            return None
-        return self._count(source, stream).completed - self._count(destination, stream).completed
-
-    def _count(self, rank: int, stream: MessageStream) -> MessageCount:
-        return self.progress.ranks[rank].messages.get(stream, MessageCount())
 
     def _went_on(self, meeting: Meeting) -> Ranks:
         """The ranks that have completed a call that others are in."""

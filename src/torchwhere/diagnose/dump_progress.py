@@ -258,3 +258,14 @@ class JobProgress:
     def count_messages(self, ranks: tuple[int, ...]) -> bool:
         """Whether all these ranks have a dump that lists their messages from the first one on."""
         return all(rank in self.ranks and self.ranks[rank].counts_messages for rank in ranks)
+
+    def messages_of(self, rank: int, stream: MessageStream) -> MessageCount:
+        return self.ranks[rank].messages.get(stream, MessageCount())
+
+    def unreceived(self, stream: MessageStream) -> int | None:
+        """How many completed sends of a stream have not been received; None if unknown."""
+        _, source, destination = stream
+        if not self.count_messages((source, destination)):
+            return None
+        received = self.messages_of(destination, stream).completed
+        return self.messages_of(source, stream).completed - received

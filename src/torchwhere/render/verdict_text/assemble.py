@@ -52,6 +52,7 @@ from torchwhere.diagnose.doctor.verdict import NO_FAULT, RankReport, Verdict, Ve
 from torchwhere.diagnose.dump_causes import (
     BehindRanks,
     DifferentOrder,
+    FewInCall,
     IncompleteCall,
     JustIssued,
     MissingMessage,
@@ -266,6 +267,7 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     JustIssued: dumps.just_issued_text,
     MissingMessage: dumps.missing_message_text,
     UnreachedCall: dumps.unreached_call_text,
+    FewInCall: dumps.few_in_call_text,
     UnreachedByAll: dumps.unreached_by_all_text,
     BehindRanks: dumps.behind_ranks_text,
     IncompleteCall: dumps.incomplete_call_text,

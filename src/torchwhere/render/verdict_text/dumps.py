@@ -11,6 +11,7 @@ from torchwhere.diagnose.doctor.rules.no_fault import PartlyWatched
 from torchwhere.diagnose.dump_causes import (
     BehindRanks,
     DifferentOrder,
+    FewInCall,
     IncompleteCall,
     JustIssued,
     MissingMessage,
@@ -113,6 +114,19 @@ def missing_message_text(cause: MissingMessage, context: Context) -> list[str]:
     return [
         f"Rank {cause.rank} never issued the {op} of {_call_text(context, cause.call)}.",
         *_waiting_text(context, [waiting]),
+    ]
+
+
+def few_in_call_text(cause: FewInCall, context: Context) -> list[str]:
+    ranks, others = ranks_phrase(cause.ranks), ranks_phrase(cause.others)
+    have, call = agree(cause.ranks, "has", "have"), _call_text(context, cause.call)
+    return [
+        f"Only {ranks} {have} issued {call}. The other ranks are in no call: {others}.",
+        (
+            f"The culprit is unknown. {subject_text(cause.ranks)} issued a call that the others"
+            f" leave out, or {others} are blocked outside of collectives."
+        ),
+        f"Look at: the code path of {ranks}, and the stacks of {others}.",
     ]
 
 
