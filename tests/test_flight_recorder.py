@@ -917,6 +917,9 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Verdict,
     return verdicts
 
 
+UNNAMED = {("barrier_on_one", "pickle"), ("barrier_on_one", "json")}
+
+
 def has_dumps(name: str, folder: Path) -> bool:
     return len(list(folder.glob("json/trace_rank_*"))) == WORLD - (name in ("sigstop", "gil"))
 
@@ -928,13 +931,15 @@ def has_dump(verdict: Verdict, ranks: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize("name", NAMED)
 def test_real_fault(name: str, faults: dict[str, tuple[Verdict, Path]]) -> None:
     """Boxes, gloo's own dumps and the dumps that we write of the boxes give one verdict; PyTorch's
-    tool agrees on the last. A rank that could not write a dump is not named by those of others."""
+    tool agrees on the last. A rank that could not write a dump is not named by those of others, and
+    of a barrier on one rank, gloo's dumps do not show where the others are."""
     live, folder = faults[name]
     assert has_dumps(name, folder)
     verdicts = {kind: consult_dumps(folder / kind) for kind in ("pickle", "json", "written")}
     for kind, verdict in verdicts.items():
         if (name, kind) != ("swapped", "json"):  # without stacks there is nothing to see
-            culprits = live.culprits if has_dump(verdict, live.culprits) else ()
+            is_named = has_dump(verdict, live.culprits) and (name, kind) not in UNNAMED
+            culprits = live.culprits if is_named else ()
             assert (kind, verdict.kind, verdict.culprits) == (
                 kind,
                 live.kind,

@@ -73,5 +73,5 @@ class BatchStates:
         is_open = _key(entry) == self._last and enqueued == entry.seq - 1
         if is_open or _key(entry) in self._ends:
             return False
-        is_inside = entry.is_p2p and (entry.group in self._batched or enqueued == completed)
+        is_inside = entry.is_p2p and (entry.group in self._batched or 0 <= enqueued == completed)
         return is_inside or self._parts[_key(entry)] > 1
