@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from device_boxes import DeviceBox, S
+from diagnosing import diagnose
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_ON_DEVICE, EntryType
 from torchwhere.blackbox.run import read_run
@@ -15,6 +16,7 @@ from torchwhere.core.place import Pass
 from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.pipeline.verdict import diagnose_folder
+from torchwhere.processes.status import ProcessStatus
 
 
 def write_rank(folder: Path, *, rank: int, world_size: int, reached_s: float) -> None:
@@ -113,8 +115,10 @@ class JobBox(DeviceBox):
         *,
         first_unreached: int | None = None,
         looked_s: float = 130,
+        cpu_s: float = 102,
     ) -> None:
-        """Let the device hang after the mark of a record, until it was last looked at."""
+        """Let the device hang after the mark of a record, until it was last looked at. The CPU has
+        moved last at `cpu_s`."""
         next_record = 0 if first_unreached is None else first_unreached + 1
         self.lane(
             place=self.place(),
@@ -126,7 +130,7 @@ class JobBox(DeviceBox):
             next_record=next_record,
         )
         self.look(looked_s)
-        self.cpu(step=4, at_s=102)
+        self.cpu(step=4, at_s=cpu_s)
         self.box.beat(int(looked_s * S))
         self.box.close()
 
@@ -220,6 +224,22 @@ def test_a_cpu_that_is_far_ahead(
     slow.stall(last, 108, looked_s=looked_s)
     verdict = diagnose_folder(tmp_path, stall_s=5)
     assert (verdict.culprits, verdict.kind == "missing") == (culprits, bool(culprits)), verdict
+
+
+@pytest.mark.parametrize(("state", "stall_s"), [("R", 5), ("S", 1.5), (None, 1.5)])
+def test_devices_that_progress(tmp_path: Path, state: str | None, stall_s: float) -> None:
+    """While devices reach one collective after another, CPUs that wait for them are not blocked,
+    although they have issued the same last collective long ago."""
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1]})
+        records = [box.call("world", 100, reached_s=100 + 1.2 * number) for number in range(25)]
+        unreached = [box.call("world", 100, reached=False) for _ in range(5)]
+        box.stall(records[-1], 128.8, first_unreached=unreached[0], cpu_s=100)
+    is_alive = state is not None
+    stack = ("train.py:40 in main",) if is_alive else ()
+    statuses = dict.fromkeys(range(2), ProcessStatus(alive=is_alive, state=state, stack=stack))
+    verdict = diagnose(read_run(tmp_path), statuses=statuses, now_ns=1130 * S, stall_s=stall_s)
+    assert verdict.kind == ("healthy" if is_alive else "dead"), verdict
 
 
 def test_a_rank_beside_a_slow_device(tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ class RankCalls:
         return self.rank_summary.in_collective_since_ns
 
     @property
+    def device_moved_ns(self) -> int:
+        """Wall-clock time at which the device reached its last mark; 0 if that is not known."""
+        state = self.rank_summary.device
+        return state.device_place.t_ns if state is not None else 0
+
+    @property
     def place(self) -> Place:
         """Module and pass of the main thread, or of the thread that trains if that is another."""
         return self.rank_summary.place or Place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.stacks import is_in_collective
 
@@ -17,10 +18,10 @@ def blocked_s(context: Context, rank: int) -> float | None:
     if wait is not None:
         since_ns: int | None = context.timing.began_ns(wait)
     else:
-        since_ns = rank_calls.in_collective_since_ns
+        since_ns = _in_collective_since_ns(rank_calls)
         is_in_it = is_in_collective(rank_calls.last_collective, context.status(rank))
         if is_in_it and since_ns is None:
-            since_ns = rank_calls.box_summary.last_ns
+            since_ns = max(rank_calls.box_summary.last_ns, rank_calls.device_moved_ns)
         elif is_in_it is False:
             return None
     return max(0.0, context.timing.end_ns - since_ns) / 1e9 if since_ns is not None else None
@@ -39,15 +40,22 @@ def blocked_ranks(context: Context) -> dict[int, float]:
     }
 
 
+def _in_collective_since_ns(rank_calls: RankCalls) -> int | None:
+    """When a rank came to its last collective, or its device moved after that; None if the rank is
+    elsewhere."""
+    since_ns = rank_calls.in_collective_since_ns
+    return None if since_ns is None else max(since_ns, rank_calls.device_moved_ns)
+
+
 def all_blocked_s(context: Context) -> float | None:
     """How long all ranks have been in a collective that all have issued; None if a rank is
     elsewhere.
 
     A rank that has moved since its last collective is starting, loading or saving, which may take
-    time.
+    time. While a device progresses, its CPU only waits for it.
     """
     ranks = context.by_rank
-    since = [rank_calls.in_collective_since_ns for rank_calls in ranks.values()]
+    since = [_in_collective_since_ns(rank_calls) for rank_calls in ranks.values()]
     moments = [moment for moment in since if moment is not None]
     if not moments or len(moments) < len(since) or context.job_calls.stale:
         return None

@@ -82,10 +82,10 @@ class Timing:
         call, or that is not known, the wait did not begin before the last place of the device.
         """
         rank_calls = self.by_rank[wait.rank]
-        issued_ns, state = rank_calls.issued_ns(*wait.call), rank_calls.rank_summary.device
-        if not issued_ns or state is None or not rank_calls.is_on_device(*wait.call):
-            return issued_ns
-        return rank_calls.reached_ns(*wait.call) or max(issued_ns, state.device_place.t_ns)
+        issued_ns = rank_calls.issued_ns(*wait.call)
+        if not issued_ns:
+            return 0
+        return rank_calls.reached_ns(*wait.call) or max(issued_ns, rank_calls.device_moved_ns)
 
     def waited_s(self, wait: Wait) -> float | None:
         began_ns = self.began_ns(wait)

@@ -184,7 +184,7 @@ def _quiet_s(context: Context) -> float | None:
     """How long no rank has recorded anything and no device has reached a mark, if that is long and
     no rank waits; else None."""
     timing, ranks = context.timing, context.by_rank
-    moved_ns = [timing.recorded_ns, *(_device_ns(context, rank) for rank in ranks)]
+    moved_ns = [timing.recorded_ns, *(own.device_moved_ns for own in ranks.values())]
     lasted = timing.since_s(max(moved_ns))
     if lasted is None or context.have_finished or context.begun_waits or not ranks:
         return None
@@ -241,13 +241,7 @@ def _moved_ns(context: Context, rank: int) -> int:
     mark."""
     rank_calls = context.by_rank[rank]
     moved_ns = max(rank_calls.box_summary.last_ns, rank_calls.rank_summary.moved_ns)
-    return max(moved_ns, _device_ns(context, rank))
-
-
-def _device_ns(context: Context, rank: int) -> int:
-    """When the device of a rank reached its last mark; 0 if that is unknown."""
-    state = context.by_rank[rank].rank_summary.device
-    return state.device_place.t_ns if state is not None else 0
+    return max(moved_ns, rank_calls.device_moved_ns)
 
 
 def _progress(context: Context, pace: Pace) -> Cause:
