@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_one_process(tmp_path: Path) -> None:
     verdict = diagnose_folder(tmp_path, stall_s=5)
     assert (verdict.kind, verdict.culprits) == ("missing", (0,))
     assert verdict.explanation[0] == "The device of rank 0 has not progressed for 29 s."
-    assert verdict.explanation[-2] == "  reached: forward of layers.1.mlp, step 4"
+    assert "issued after forward of layers.1.mlp, step 4." in verdict.explanation[-1]
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -116,16 +117,17 @@ class JobBox(DeviceBox):
         first_unreached: int | None = None,
         looked_s: float = 130,
         cpu_s: float = 102,
+        is_idle: bool = False,
     ) -> None:
-        """Let the device hang after the mark of a record, until it was last looked at. The CPU has
-        moved last at `cpu_s`."""
+        """Let the device hang after the mark of a record, until it was last looked at; an idle one
+        has reached all marks. The CPU has moved last at `cpu_s`."""
         next_record = 0 if first_unreached is None else first_unreached + 1
         self.lane(
             place=self.place(),
             time=int((at_s + 0.01) * S),
             step=4,
             record=record + 1,
-            pending=1,
+            pending=0 if is_idle else 1,
             next_place=self.place(),
             next_record=next_record,
         )
@@ -155,6 +157,86 @@ def test_an_open_collective_of_another_group(tmp_path: Path) -> None:
     verdict = diagnose_folder(tmp_path, stall_s=5)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (3,), "exact")
     assert sorted(verdict.facts["waiting_devices"]) == [0, 1, 2]
+
+
+def test_devices_that_wait_in_different_collectives(tmp_path: Path) -> None:
+    """The text has a line for each collective in which devices wait."""
+    for rank in range(4):
+        box, pair = JobBox(tmp_path, rank, GROUPS), "tp0" if rank < 2 else "tp1"
+        before = box.call(pair, 100)
+        if rank < 2:
+            box.stall(box.call("world", 101), 101)
+        elif rank == 2:
+            box.stall(box.call("tp1", 101), 101)
+        else:
+            box.stall(before, 100, first_unreached=box.call("tp1", 101, reached=False))
+    verdict = diagnose_folder(tmp_path, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("missing", (3,))
+    assert verdict.explanation[1:3] == (
+        '  waiting on the device: ranks 0-1, in all_reduce, #0 of group "world"',
+        '  waiting on the device: rank 2, in all_reduce, #1 of group "tp1"',
+    )
+
+
+def test_two_devices_that_hang(tmp_path: Path) -> None:
+    """If two devices hang, the text names both, and the rank to which the two points belong."""
+    for rank in range(4):
+        box = JobBox(tmp_path, rank, GROUPS)
+        before = box.call("world", 100)
+        last = box.call("world", 101, reached=rank < 2)
+        box.stall(*(last, 101) if rank < 2 else (before, 100), first_unreached=last)
+    verdict = diagnose_folder(tmp_path, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("missing", (2, 3))
+    assert verdict.explanation[0].endswith("which their CPUs issued 29 s ago.")
+    assert verdict.explanation[2] == (
+        "Likely cause: a kernel or a copy on each of these devices does not end. Look at: nvidia-smi"
+        " and the kernel log (Xid) on the hosts of ranks 2-3, and the kernels that the CPU of rank 2"
+        " issued between these two points:"
+    )
+
+
+def test_a_cpu_that_waits_for_a_kernel_after_the_last_mark(tmp_path: Path) -> None:
+    """The device of rank 1 has reached all marks, and its CPU waits in `.item()` for a kernel that
+    was issued after them: the verdict says so, and suspects no other code path."""
+    (tmp_path / "train.py").write_text("value = loss.item()\n")
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1]})
+        last = box.call("world", 100)
+        if rank == 0:
+            last = box.call("world", 101)
+        box.stall(last, 101, is_idle=rank == 1)
+    stack = (f"{tmp_path / 'train.py'}:1 in <module>",)
+    statuses = {rank: ProcessStatus(True, "R", stack=stack * rank) for rank in range(2)}
+    run = read_run(tmp_path)
+    run.boxes[1].meta["started_ns"] = time.time_ns() + 10**12
+    verdict = diagnose(run, statuses=statuses, now_ns=1130 * S, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("missing", (1,)), verdict
+    assert verdict.explanation[2].endswith("waiting in .item() for its device")
+    assert verdict.explanation[3].startswith(
+        "Likely cause: a kernel or a copy on the device of rank 1 does not end."
+    )
+
+
+def test_a_process_that_could_not_run(tmp_path: Path) -> None:
+    """The heartbeat of rank 1 stopped before its device reached a call that its CPU had issued: it
+    took no other code path. Rank 0 waits where it issued that call, not where its CPU is."""
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1]})
+        before = box.call("world", 100)
+        last = box.call("world", 101, reached=rank == 0)
+        if rank == 0:
+            box.stall(last, 101)
+        else:
+            box.stall(before, 100, first_unreached=last, looked_s=101.5)
+    gone = dict.fromkeys(range(2), ProcessStatus(alive=False))
+    verdict = diagnose(read_run(tmp_path), statuses=gone, now_ns=1130 * S, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("missing", (1,)), verdict
+    assert verdict.explanation[0].endswith("but cannot complete it.")
+    assert verdict.explanation[1].startswith("  waiting: rank 0, in backward of layers.1.mlp")
+    assert verdict.explanation[-1] == (
+        "Look at: the log of rank 1, and the kernel log of its host: what kept its process from"
+        " running, or ended it."
+    )
 
 
 def test_the_first_of_several_open_collectives(tmp_path: Path) -> None:

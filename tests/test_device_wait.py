@@ -60,10 +60,13 @@ def meta(tmp_path: Path) -> dict[str, Any]:
 def test_a_method_in_c(
     meta: dict[str, Any], line: int, function: str, expected: str | None
 ) -> None:
-    """The source shows which method the innermost line calls, or the answer is None."""
+    """The source shows which method the innermost line calls, or the answer is None. If the device
+    has reached all marks, only a method that returns at once for a tensor of the CPU waits for it.
+    """
     stack = (f"train.py:{line} in {function}", "train.py:40 in <module>")
     assert device_wait(stack, meta, pending=1) == expected
-    assert device_wait(stack, meta, pending=0) is None
+    may_be_on_cpu = expected in (".to()", ".tolist()")
+    assert device_wait(stack, meta, pending=0) == (None if may_be_on_cpu else expected)
 
 
 def test_source_that_has_changed(meta: dict[str, Any], tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from torchwhere.diagnose.doctor.stacks import StackFrame, frames
 _SYNCHRONIZE = re.compile(r"/torch/(?!distributed/)")
 # methods of a tensor that wait until the device has computed it, or has taken a copy
 _METHODS = frozenset({"item", "tolist", "cpu", "to", "cuda", "nonzero"})
+# These return at once for a tensor of the CPU: a rank that is in one of them waits for its device.
+_INSTANT = frozenset({"item", "cpu"})
 _MOST_BYTES = 1 << 20
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -31,15 +33,17 @@ def device_wait(stack: tuple[str, ...], meta: Mapping[str, Any], *, pending: int
     Args:
         stack: The stack, innermost frame first.
         meta: The header of the box of the rank.
-        pending: How many marks the device has not reached. Without any, no method waits for it.
+        pending: How many marks the device has not reached. Without any, a method may also work on
+            a tensor of the CPU; or it waits for what was issued after the last mark.
     """
     first = next(iter(frames(stack)), None)
     if first is None:
         return None
     if first.function == "synchronize" and _SYNCHRONIZE.search(first.where):
         return "synchronize()"
-    method = _running_method(first, meta) if pending else None
-    return f".{method}()" if method is not None else None
+    method = _running_method(first, meta)
+    is_wait = method is not None and (pending or method in _INSTANT)
+    return f".{method}()" if is_wait else None
 
 
 def _running_method(frame: StackFrame, meta: Mapping[str, Any]) -> str | None:

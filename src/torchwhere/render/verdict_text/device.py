@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchwhere.core.device_place import CallState, DevicePlace
+from torchwhere.core.grouping import grouped
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.device_stalls import StalledDevice
@@ -12,9 +13,15 @@ from torchwhere.diagnose.doctor.rules.device_hang import (
     DevicesBlockedTogether,
 )
 from torchwhere.render.verdict_text.deadlock import blame_text
-from torchwhere.render.verdict_text.phrases import agree, numbered_call_text, place_text
+from torchwhere.render.verdict_text.phrases import (
+    agree,
+    more_text,
+    numbered_call_text,
+    place_text,
+)
 
 _MOST_RANKS = 4  # with their own lines
+_MOST_CALLS = 4
 
 
 def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
@@ -27,10 +34,9 @@ def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
         lines = [f"{subject} progressed for {first.lasted_s:.0f} s."]
     else:
         call = numbered_call_text(context, first.next)
-        lines = [f"{subject} reached {call}, which the CPU issued {first.lasted_s:.0f} s ago."]
-    if cause.waiting:
-        lines.append(_waiting_text(context, cause.waiting))
-    return lines + _cause_text(context, cause)
+        cpu = agree(ranks, "the CPU", "their CPUs")
+        lines = [f"{subject} reached {call}, which {cpu} issued {first.lasted_s:.0f} s ago."]
+    return lines + _waiting_text(context, cause.waiting) + _cause_text(context, cause)
 
 
 def blocked_together_text(cause: DevicesBlockedTogether, context: Context) -> list[str]:
@@ -62,48 +68,47 @@ def device_deadlock_text(cause: DeviceDeadlock, context: Context) -> list[str]:
     return lines + blame_text(context, cause.blame, ranks=sum(map(len, cause.cohorts)))
 
 
-def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> str:
-    waits_in = [device.waits_in for device in waiting]
-    calls = {call[:2]: call for call in waits_in if call is not None}
-    ranks = ranks_phrase([device.rank for device in waiting])
-    if len(calls) == 1:
-        return (
-            f"  waiting on the device: {ranks}, in {numbered_call_text(context, *calls.values())}"
-        )
-    return f"  waiting on the device: {ranks}, in {len(calls)} different collectives"
+def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> list[str]:
+    """The devices that wait, one line for each of the first few collectives that they wait in."""
+    cohorts = grouped(
+        (device.waits_in[:2], device) for device in waiting if device.waits_in is not None
+    )
+    lines = [
+        f"  waiting on the device: {ranks_phrase([device.rank for device in cohort])}, in"
+        f" {numbered_call_text(context, cohort[0].waits_in)}"
+        for cohort in sorted(cohorts.values(), key=len, reverse=True)
+        if cohort[0].waits_in is not None
+    ]
+    return lines[:_MOST_CALLS] + more_text(lines, _MOST_CALLS)
 
 
 def _cause_text(context: Context, cause: BlockedDevices) -> list[str]:
-    device = cause.blocked[0]
-    look_at = f"Look at: nvidia-smi and the kernel log (Xid) on the host of rank {device.rank}, and"
+    device, ranks = cause.blocked[0], [device.rank for device in cause.blocked]
+    on = agree(ranks, "that device", "each of these devices")
+    likely = f"Likely cause: a kernel or a copy on {on} does not end"
+    hosts = agree(ranks, "host", "hosts")
+    look_at = (
+        f"Look at: nvidia-smi and the kernel log (Xid) on the {hosts} of {ranks_phrase(ranks)}"
+    )
     points = _points_text(cause.between) if cause.between is not None else []
     if points:
-        return [
-            (
-                f"Likely cause: a kernel or a copy on that device does not end. {look_at} the"
-                " kernels that the CPU issued between these two points:"
-            ),
-            *points,
-        ]
+        cpu = agree(ranks, "the CPU", f"the CPU of rank {device.rank}")
+        kernels = f"the kernels that {cpu} issued between these two points:"
+        return [f"{likely}. {look_at}, and {kernels}", *points]
     issued = ""
     if device.next is not None:
         call = context.issued(device.next)
         issued = f", issued before that call ({place_text(call.place)})" if call is not None else ""
     elif device.place is not None:
         issued = f", issued after {place_text(device.place)}"
-    return [
-        (
-            f"Likely cause: a kernel or a copy on that device does not end{issued}. {look_at} the"
-            " kernels of that code."
-        )
-    ]
+    return [f"{likely}{issued}. {look_at}, and the kernels of that code."]
 
 
 def _points_text(device: DevicePlace) -> list[str]:
     """The last point that a device has reached, and the next one; empty if it is inside a
-    collective."""
-    call, following = device.next_collective, device.next_text()
+    collective, or if the two read the same."""
+    call, reached, following = device.next_collective, device.reached_text(), device.next_text()
     is_inside = call is not None and call.state is not CallState.ISSUED
-    if device.place is None or following is None or is_inside:
+    if device.place is None or following in (None, reached) or is_inside:
         return []
-    return [f"  reached: {device.reached_text()}", f"  not reached: {following}"]
+    return [f"  reached: {reached}", f"  not reached: {following}"]

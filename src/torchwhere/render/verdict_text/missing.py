@@ -10,6 +10,7 @@ from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.exit_records import survived_exception
 from torchwhere.diagnose.doctor.pauses import Pause
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
+from torchwhere.diagnose.doctor.stacks import Activity, Hold
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait
 from torchwhere.render.verdict_text.phrases import (
@@ -48,7 +49,7 @@ def waiting_text(context: Context, wait: Wait) -> str:
         members = context.job_calls.members(wait.key)
         with_data = [rank for rank in members if rank in context.by_rank]
         together = [rank for rank in with_data if rank not in wait.missing]
-    where = common_place_text(context, together, noun="different places")
+    where = common_place_text(context, together, noun="different places", call=call)
     return f"  waiting: {ranks_phrase(together)}{after_comma(where)}"
 
 
@@ -68,7 +69,7 @@ def _inside_text(cause: MissingRanks, context: Context) -> list[str]:
             detail = rank_detail_text(context, rank)
             where = f"rank {rank} is {in_place(context.place(rank))}: {detail}"
         lines.append(f"  {where}")
-    return lines + more_text(ranks, _MOST_RANKS) + _branch_text(context, with_box, cause.wait)
+    return lines + more_text(ranks, _MOST_RANKS) + _unable_text(context, with_box)
 
 
 def _never_issued_text(cause: MissingRanks, context: Context) -> list[str]:
@@ -122,10 +123,43 @@ def _elsewhere_text(context: Context, rank: int) -> str:
     return f"rank {rank} {verb} instead {in_place(place)}: {rank_detail_text(context, rank)}"
 
 
-def _branch_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[str]:
-    """Where the ranks may have taken a different code path."""
+def _unable_text(context: Context, ranks: Sequence[int]) -> list[str]:
+    """What to look at if ranks have reached a call and cannot complete it."""
     if all(context.state(rank) is State.STOPPED for rank in ranks):
         return ["Look at: what stopped it (a debugger, a shell, a scheduler that suspends jobs)."]
+    log, kernel_log = f"the log of {ranks_phrase(ranks)}", "the kernel log of its host"
+    why = "what kept its process from running, or ended it"
+    if len(ranks) > 1:
+        kernel_log = "the kernel logs of their hosts"
+        why = "what kept their processes from running, or ended them"
+    return [f"Look at: {log}, and {kernel_log}: {why}."]
+
+
+def _device_text(context: Context, ranks: Sequence[int]) -> list[str]:
+    """What to look at if ranks wait for their own devices, which have reached all marks."""
+    line = context.cpu_place(ranks[0]).full_line
+    before = f"before {line}" if line else "before that"
+    devices = f"{agree(ranks, 'device', 'devices')} of {ranks_phrase(ranks)}"
+    hosts = agree(ranks, "its host", "their hosts")
+    return [
+        (
+            f"Likely cause: a kernel or a copy on the {devices} does not end. Look at: nvidia-smi"
+            f" and the kernel log (Xid) on {hosts}, and the kernels that the CPU issued {before}."
+        )
+    ]
+
+
+def _waits_for_device(context: Context, rank: int) -> bool:
+    detail = context.detail(rank)
+    return isinstance(detail, Hold) and detail.activity is Activity.DEVICE
+
+
+def _branch_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[str]:
+    """Where the ranks may have taken a different code path, or what blocks them."""
+    if all(context.state(rank) is State.STOPPED for rank in ranks):
+        return _unable_text(context, ranks)
+    if all(_waits_for_device(context, rank) for rank in ranks):
+        return _device_text(context, ranks)
     rank_calls = context.by_rank[ranks[0]]
     lines = []
     if not context.exits.was_ended_externally(ranks[0]):

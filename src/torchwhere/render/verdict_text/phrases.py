@@ -10,6 +10,7 @@ from dataclasses import replace
 from torchwhere.core.events import Event
 from torchwhere.core.place import Certainty, Place, shown
 from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.doctor.context import Condition, Context, Detail, StoppedHeartbeat
 from torchwhere.diagnose.doctor.exit_records import ExitReason
 from torchwhere.diagnose.doctor.finding import CallRef
@@ -32,9 +33,17 @@ def subject_text(ranks: Collection[int]) -> str:
     return ranks_phrase(ranks).capitalize()
 
 
-def common_place_text(context: Context, ranks: Iterable[int], *, noun: str) -> str:
-    """The place of ranks; if they are in several, how many: `in 3 places`."""
-    places = {in_place(context.place(rank)) for rank in ranks}
+def common_place_text(
+    context: Context,
+    ranks: Iterable[int],
+    *,
+    noun: str,
+    call: tuple[StreamKey, int] | None = None,
+) -> str:
+    """The place of ranks, or where they issued a call; if there are several, how many: `in 3
+    places`."""
+    at = {rank: context.by_rank[rank].place_of(*call) if call else None for rank in ranks}
+    places = {in_place(place or context.place(rank)) for rank, place in at.items()}
     return places.pop() if len(places) == 1 else f"in {len(places)} {noun}"
 
 
