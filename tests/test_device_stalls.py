@@ -324,6 +324,45 @@ def test_devices_that_progress(tmp_path: Path, state: str | None, stall_s: float
     assert verdict.kind == ("healthy" if is_alive else "dead"), verdict
 
 
+@pytest.mark.parametrize(
+    ("reached_s", "waits_since_s"), [([101, 101.4, 101.4, 101.4], None), ([101] * 4, 105)]
+)
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_long_kernel(
+    tmp_path: Path, reached_s: list[float], waits_since_s: float | None, *, is_over: bool
+) -> None:
+    """No rank is named while all devices are in a kernel for nearly as long, or while the others
+    have hardly begun to wait for the one that is still in it."""
+    for rank in range(4):
+        box = JobBox(tmp_path, rank, GROUPS)
+        before = box.call("world", 100, reached_s=reached_s[rank])
+        if waits_since_s is None or rank == 0:
+            first = box.call("world", 100.1, reached=False)
+            box.stall(before, reached_s[rank], first_unreached=first, looked_s=106.2)
+        else:
+            box.stall(box.call("world", 100.1, reached_s=waits_since_s), 105, looked_s=106.2)
+    statuses = dict.fromkeys(range(4), ProcessStatus(alive=not is_over))
+    verdict = diagnose(read_run(tmp_path), statuses=statuses, now_ns=int(1106.2 * S), stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("dead" if is_over else "healthy", ()), verdict
+
+
+@pytest.mark.parametrize(("lasted_s", "kind"), [(9, "healthy"), (25, "together")])
+def test_a_kernel_that_was_as_long_before(tmp_path: Path, lasted_s: float, kind: str) -> None:
+    """A device may take twice as long as it took before to reach the calls of a call site."""
+    looked_s = 140 + lasted_s
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1]})
+        records = [box.call("world", 100 + number) for number in range(3)]
+        records.append(box.call("world", 103, reached_s=115))  # a kernel of 12 s before it
+        records += [box.call("world", 103, reached_s=115 + number) for number in range(26)]
+        first = box.call("world", 104, reached=False)
+        box.stall(records[-1], 140, first_unreached=first, looked_s=looked_s)
+    alive = dict.fromkeys(range(2), ProcessStatus(alive=True))
+    now_ns = int((1000 + looked_s) * S)
+    verdict = diagnose(read_run(tmp_path), statuses=alive, now_ns=now_ns, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == (kind, ()), verdict
+
+
 def test_a_rank_beside_a_slow_device(tmp_path: Path) -> None:
     """The device of rank 2 is late for its pair in each round. So that of rank 3 is late for another
     group, and is not named."""

@@ -9,23 +9,25 @@ device that waits for no rank is blocked by itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchwhere.blackbox.device import device_lanes
 from torchwhere.core.device_place import CallState, DevicePlace
 from torchwhere.core.place import Place
+from torchwhere.core.stall import ENDED_AGAIN, wait_limit_s
 from torchwhere.diagnose.calls.job_calls import JobCalls
-from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.finding import CallRef
 from torchwhere.diagnose.doctor.reached import first_unreached, has_reached, last_reached
 from torchwhere.diagnose.doctor.timing import Timing
 
-_UNUSUAL = 1.5  # times the delay that 9 of 10 collectives had
+_NEARLY = 0.5  # of the time after which a device is stalled
 
 
 class StalledDevice(NamedTuple):
@@ -50,13 +52,23 @@ class DeviceStalls:
 
     @cached_property
     def by_rank(self) -> dict[int, StalledDevice]:
-        stalled = map(self._stalled, self.job_calls.by_rank.values())
-        devices = {device.rank: device for device in stalled if device is not None}
+        """The devices that have not progressed for too long."""
+        devices = {rank: device for rank, device in self._behind.items() if self._is_long(device)}
         blocked = {rank for rank, device in devices.items() if not device.waits_for}
         behind = {rank: self._behind_another(devices[rank], blocked) for rank in blocked}
         # If each of them has reached something that another has not, this explains nothing.
         is_explained = any(not device.waits_for for device in behind.values())
         return devices | behind if is_explained else devices
+
+    @cached_property
+    def _behind(self) -> dict[int, StalledDevice]:
+        """All devices that have not reached what their CPUs have issued; empty if each of them has
+        progressed lately."""
+        pending = (_pending(rank_calls) for rank_calls in self.job_calls.by_rank.values())
+        known = {device.rank: device for device in pending if device is not None}
+        if not any(map(self._is_long, known.values())):
+            return {}
+        return {rank: self._with_waits(device) for rank, device in known.items()}
 
     def blocked(self) -> list[StalledDevice]:
         """The devices that wait for no other rank."""
@@ -65,36 +77,29 @@ class DeviceStalls:
     def waiting(self) -> list[StalledDevice]:
         return [device for device in self.by_rank.values() if device.waits_for]
 
-    def _stalled(self, rank_calls: RankCalls) -> StalledDevice | None:
-        state = rank_calls.rank_summary.device
-        if state is None or not state.device_place.pending:
-            return None
-        first = _call(rank_calls, state.unreached[0]) if state.unreached else None
-        if first is None and state.unreached:
-            return None  # its record is lost, and so is the time of its issue
-        looked_ns = state.device_place.looked_ns or rank_calls.box_summary.beat_ns
-        # Before it was issued, the device could not reach it. The time of a place is not recorded,
-        # but the CPU issued it before its last record.
-        key, issued_ns = None, rank_calls.box_summary.last_ns
-        if first is not None:
-            key, issued_ns = first.key, rank_calls.issued_ns(first.key, first.number)
-        lasted_s = (looked_ns - max(state.device_place.t_ns, issued_ns)) / 1e9
-        if lasted_s < self._patience_s(rank_calls, key):
-            return None
-        calls = (_call(rank_calls, record) for record in state.reached)
-        reached = tuple(call for call in calls if call is not None)
-        holding_up = {call: tuple(self._holding_up(call)) for call in reached}
+    def may_be_usual(self, blocked: AbstractSet[int]) -> bool:
+        """Whether these devices may be in a long kernel of a job that progresses: others have
+        hardly begun to wait for them, or have been in a kernel for nearly as long."""
+        others = [
+            self.by_rank.get(rank, device)
+            for rank, device in self._behind.items()
+            if rank not in blocked
+        ]
+        long = [device for device in others if self._is_long(device, share=_NEARLY)]
+        if any(not blocked.isdisjoint(device.waits_for) for device in others):
+            return not any(device.waits_for for device in long)
+        return any(not device.waits_for and not device.may_wait_for for device in long)
+
+    def _with_waits(self, device: StalledDevice) -> StalledDevice:
+        """A device, with the collectives and the ranks that it waits for."""
+        rank_calls = self.job_calls.by_rank[device.rank]
+        holding_up = {call: tuple(self._holding_up(call)) for call in device.reached}
         held_up = [self._first_open(call, ranks) for call, ranks in holding_up.items() if ranks]
-        unseen = [rank for call in reached for rank in self._unseen(rank_calls, call)]
-        return StalledDevice(
-            rank_calls.rank,
-            lasted_s,
-            state.place,
-            reached,
-            first,
-            min(held_up, key=lambda call: rank_calls.order(*call[:2]), default=None),
-            tuple(sorted(set().union(*holding_up.values()))),
-            tuple(sorted(set(unseen))),
+        unseen = [rank for call in device.reached for rank in self._unseen(rank_calls, call)]
+        return device._replace(
+            waits_in=min(held_up, key=lambda call: rank_calls.order(*call[:2]), default=None),
+            waits_for=tuple(sorted(set().union(*holding_up.values()))),
+            may_wait_for=tuple(sorted(set(unseen))),
         )
 
     def _behind_another(self, device: StalledDevice, blocked: Collection[int]) -> StalledDevice:
@@ -117,13 +122,20 @@ class DeviceStalls:
                 job_calls.by_rank[rank] = rank_calls.until(record)
         return job_calls
 
-    def _patience_s(self, rank_calls: RankCalls, key: StreamKey | None) -> float:
-        """How long a device may take to reach a collective. A job that is over cannot be given more
-        time: its device may take longer than usual, because kernels may be long."""
-        patience_s = self.timing.patience_s(rank_calls.rank, key)
-        if not self.timing.is_over:
-            return patience_s
-        return max(patience_s, _UNUSUAL * _usual_delay_s(rank_calls))
+    def _is_long(self, device: StalledDevice, *, share: float = 1.0) -> bool:
+        """Whether a device has not progressed for longer than it may, or than a share of that.
+
+        Kernels may be long: a device may take longer to reach a call than `stall_s`, if it has
+        taken as long at the same call site before.
+        """
+        timing, following = self.timing, device.next
+        least_s = timing.patience_s(device.rank, following.key if following is not None else None)
+        if device.lasted_s < share * least_s or following is None:
+            return device.lasted_s >= share * least_s
+        earlier_s = _longest_before_s(self.job_calls.by_rank[device.rank], following)
+        if timing.is_over:
+            return device.lasted_s >= share * max(least_s, ENDED_AGAIN * earlier_s)
+        return device.lasted_s >= share * wait_limit_s(least_s, earlier_s=earlier_s, is_pause=False)
 
     def _holding_up(self, call: CallRef) -> Iterator[int]:
         """The other members that have not reached a collective, on the CPU or on the device, or
@@ -187,16 +199,60 @@ def _has_passed(rank_calls: RankCalls, call: CallRef) -> bool:
     return last is None or last.state is CallState.DONE
 
 
-def _usual_delay_s(rank_calls: RankCalls) -> float:
-    """How long after their issue the device reached 9 of 10 collectives."""
-    delays = [
-        calls.device_delays_ns(calls.first, calls.first + len(calls))
-        for calls in rank_calls.calls.values()
-        if calls.has_device_delays
-    ]
-    reached = [part[part >= 0] for part in delays]
-    whole = np.concatenate(reached) if reached else np.empty(0)
-    return float(np.quantile(whole, 0.9)) / 1e9 if len(whole) else 0.0
+def _pending(rank_calls: RankCalls) -> StalledDevice | None:
+    """A device that has not reached what its CPU has issued; None if it has reached everything, or
+    if the record of the first collective that it has not reached is lost."""
+    state = rank_calls.rank_summary.device
+    if state is None or not state.device_place.pending:
+        return None
+    first = _call(rank_calls, state.unreached[0]) if state.unreached else None
+    if first is None and state.unreached:
+        return None  # the time of its issue is lost too
+    looked_ns = state.device_place.looked_ns or rank_calls.box_summary.beat_ns
+    # Before it was issued, the device could not reach it. The time of a place is not recorded, but
+    # the CPU issued it before its last record.
+    issued_ns = rank_calls.box_summary.last_ns
+    if first is not None:
+        issued_ns = rank_calls.issued_ns(first.key, first.number)
+    calls = (_call(rank_calls, record) for record in state.reached)
+    return StalledDevice(
+        rank_calls.rank,
+        lasted_s=(looked_ns - max(state.device_place.t_ns, issued_ns)) / 1e9,
+        place=state.place,
+        reached=tuple(call for call in calls if call is not None),
+        next=first,
+        waits_in=None,
+        waits_for=(),
+    )
+
+
+def _longest_before_s(rank_calls: RankCalls, call: CallRef) -> float:
+    """The longest time that the device took to reach an earlier call with the same call site,
+    counted from its issue, or from the call before it if the device reached that one later."""
+    own = rank_calls.calls[call.key]
+    at = own.at(call.number)
+    if not at or not own.has_device_delays:
+        return 0.0
+    alike = np.flatnonzero(own.codes()[:at] == own.codes()[at])
+    records, reached_ns = _reached_times(rank_calls)
+    latest_ns = np.maximum.accumulate(np.concatenate([[0], reached_ns]))
+    rows = np.searchsorted(records, own.records()[alike])
+    began_ns = np.maximum(own.times_ns()[alike], latest_ns[rows])
+    took_ns = np.where(reached_ns[rows] > 0, reached_ns[rows] - began_ns, 0)
+    return float(took_ns.max(initial=0)) / 1e9
+
+
+def _reached_times(rank_calls: RankCalls) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """The records of all calls on the device, in order, and when it reached them; 0: unknown."""
+    streams = [calls for calls in rank_calls.calls.values() if calls.has_device_delays]
+    records = np.concatenate([calls.records() for calls in streams])
+    issued_ns = np.concatenate([calls.times_ns() for calls in streams])
+    delays_ns = np.concatenate(
+        [calls.device_delays_ns(calls.first, calls.first + len(calls)) for calls in streams]
+    )
+    reached_ns = np.where(delays_ns >= 0, issued_ns + delays_ns, 0).astype(np.int64)
+    order = np.argsort(records)
+    return records[order], reached_ns[order]
 
 
 def _call(rank_calls: RankCalls, record: int) -> CallRef | None:

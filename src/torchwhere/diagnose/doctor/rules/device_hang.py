@@ -63,6 +63,8 @@ def find_device_hang(context: Context) -> Finding | None:
         return _unable_to_run(context, waiting) or _deadlock(context, stalls)
     if not waiting and len(blocked) == len(context.by_rank) > 1:
         return _together(context, blocked)
+    if stalls.may_be_usual({device.rank for device in blocked}):
+        return None
     first = max(blocked, key=lambda device: device.lasted_s)
     return Finding(
         VerdictKind.MISSING,
