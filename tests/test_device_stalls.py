@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -237,6 +238,28 @@ def test_a_process_that_could_not_run(tmp_path: Path) -> None:
         "Look at: the log of rank 1, and the kernel log of its host: what kept its process from"
         " running, or ended it."
     )
+
+
+@pytest.mark.parametrize(("reached", "number"), [(1, 2), (3, 3)])
+def test_a_rank_that_exited_while_its_device_was_behind(
+    tmp_path: Path, reached: int, number: int
+) -> None:
+    """The others wait for it in the first call that its device has not reached, not in the first
+    that its CPU has not issued; the device of another rank may show that it has come further."""
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1]})
+        count = 1 + (reached if rank == 0 else 1)
+        records = [box.call("world", 100, reached=number < count) for number in range(6)]
+        if rank == 1:
+            reason = box.box.text(json.dumps({"reason": "failed: ValueError: bad batch"}))
+            box.box.record(Kind.END, 102 * S, extra=reason)
+        unreached = records[count] if count < len(records) else None
+        box.stall(records[count - 1], 100, first_unreached=unreached, looked_s=102.5)
+    statuses = {rank: ProcessStatus(alive=rank == 0) for rank in range(2)}
+    verdict = diagnose(read_run(tmp_path), statuses=statuses, now_ns=1103 * S, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("dead", (1,)), verdict
+    assert verdict.collective is not None
+    assert verdict.collective["number"] == number
 
 
 def test_the_first_of_several_open_collectives(tmp_path: Path) -> None:

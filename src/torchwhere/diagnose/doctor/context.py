@@ -249,12 +249,17 @@ class Context:
 
     @cached_property
     def are_all_in_one_call(self) -> bool:
-        """Whether all ranks are, or were to the end, in the same collective."""
+        """Whether all ranks are, or were to the end, in the same collective. If their devices still
+        have earlier work, they are not in it yet."""
         ranks = self.by_rank.values()
         lasts = {rank_calls.last for rank_calls in ranks}
-        if self.job_calls.stale or None in lasts or len(lasts) != 1:
+        last = next(iter(lasts), None)
+        if self.job_calls.stale or last is None or len(lasts) != 1:
             return False
-        return all(rank_calls.in_collective_since_ns is not None for rank_calls in ranks)
+        return all(
+            rank_calls.in_collective_since_ns is not None and not is_only_issued(rank_calls, *last)
+            for rank_calls in ranks
+        )
 
     @cached_property
     def has_not_begun(self) -> bool:

@@ -20,9 +20,10 @@ from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.calls.stream_calls import StreamCalls
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.exit_records import interrupted
+from torchwhere.diagnose.doctor.exit_records import ended_well, interrupted
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.finding import Finding
+from torchwhere.diagnose.doctor.reached import without_unreached
 from torchwhere.diagnose.doctor.rules import RULES
 from torchwhere.diagnose.doctor.timing import Timing
 from torchwhere.diagnose.doctor.waits import Wait, waits
@@ -81,6 +82,11 @@ def examine(
 def _waits(job_calls: JobCalls, exits: Exits) -> dict[int, Wait]:
     failed = exits.failed() if exits.held else []
     failed_in_it = {rank for rank in failed if exits.lost_its_peer(rank) or exits.timed_out(rank)}
+    first = [rank for rank in exits.held if exits.is_dead(rank) and exits.reaction(rank) is None]
+    if first:
+        ended = {rank: own.end for rank, own in job_calls.by_rank.items()}
+        finished = {rank for rank, end in ended.items() if end is not None and ended_well(end)}
+        job_calls = without_unreached(job_calls, first, finished=finished)
     return waits(job_calls, held=exits.held, failed_in_it=failed_in_it)
 
 

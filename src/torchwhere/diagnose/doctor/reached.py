@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.finding import CallRef
@@ -57,3 +59,36 @@ def first_unreached(rank_calls: RankCalls, key: StreamKey) -> int:
     calls = map(rank_calls.call_of_record, () if state is None else state.unreached)
     numbers = [call[1] for call in calls if call is not None and call[0] == key]
     return min(numbers, default=rank_calls.counts.get(key, 0))
+
+
+def without_unreached(
+    job_calls: JobCalls, ranks: Iterable[int], *, finished: Container[int]
+) -> JobCalls:
+    """The same calls, but of these ranks, which have exited, only those that their devices had
+    reached: what their CPUs had issued after that never runs, and the others wait for it.
+
+    Args:
+        job_calls: The calls of the job.
+        ranks: The ranks that have exited.
+        finished: Ranks that have finished: their devices have completed what they issued.
+    """
+    reached = job_calls.copy()
+    for rank in ranks:
+        own = job_calls.by_rank[rank]
+        counts = {
+            key: min(count, max(first_unreached(own, key), _completed(job_calls, key, finished)))
+            for key, count in own.counts.items()
+        }
+        reached.by_rank[rank] = replace(own, counts=counts)
+    return reached
+
+
+def _completed(job_calls: JobCalls, key: StreamKey, finished: Container[int]) -> int:
+    """How many calls of a stream have completed on a rank that lives longer: the one before the
+    last that its device has reached. The last look at an exited rank may be older than that."""
+    counts = (
+        first_unreached(rank_calls, key) - (rank not in finished)
+        for rank, rank_calls in job_calls.by_rank.items()
+        if rank_calls.counts.get(key)
+    )
+    return max(counts, default=0)
