@@ -73,6 +73,29 @@ print("{}")
     assert done_ns[3] == 0
 
 
+def test_a_device_that_is_never_idle(tools: Tools, tmp_path: Path) -> None:
+    """If the device has work before the first mark, and always after it, its times are right all the
+    same: looks at the device show when it had not reached a mark."""
+    tools.run(
+        """
+join_group(sim, folder)
+x = buffer()
+sim.kernel(1.0)
+with torchwhere.watch(out=folder / "run"):
+    for _ in range(5):
+        dist.all_reduce(x)
+        sim.kernel(0.1)
+    settle(10)
+print("{}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    is_call = box.records["kind"] == int(Kind.COLLECTIVE)
+    delays_s = (device_times(box)[0][is_call] - box.records["t_ns"][is_call]) / 1e9
+    assert (delays_s >= 0.5).all(), delays_s
+
+
 WAITS = {
     "work.wait": "dist.all_reduce(x, async_op=True)",
     "wait_tensor": "funcol.all_reduce(x, 'sum', dist.group.WORLD)",

@@ -55,11 +55,13 @@ struct Lane {
   c10::StreamId stream;
   size_t index;
   std::deque<std::unique_ptr<PendingEvent<Data>>> pending;
+  uint64_t incomplete_ns = 0;  // when its first event was last found not to be complete
 };
 
 // Maps times of the device to the clock of the host. The device reaches an event after the event
-// was issued and before a poll finds it complete: both bounds correct the estimate. If a stream is
-// idle at least once, the first bound is exact up to the cost of a launch.
+// was issued, after the last poll that did not find it complete, and before the one that does: these
+// bounds correct the estimate. If a stream is idle at least once, the first is exact up to the cost
+// of a launch. If it never is, the second is exact up to the time between two polls.
 template <typename Data>
 struct DeviceClock {
   c10::Device device;
@@ -68,16 +70,17 @@ struct DeviceClock {
 
   // Returns when an event completed. If the base is too old, the event becomes the new base, and
   // `event` then has the old base, which is free for reuse.
-  uint64_t time_of(std::unique_ptr<PendingEvent<Data>>& event, uint64_t polled_ns) {
-    auto issued = static_cast<int64_t>(event->issued_ns);
+  uint64_t time_of(
+      std::unique_ptr<PendingEvent<Data>>& event, uint64_t incomplete_ns, uint64_t polled_ns) {
+    auto earliest = static_cast<int64_t>(std::max(event->issued_ns, incomplete_ns));
     if (base == nullptr) {
       base = std::move(event);
-      base_ns = issued;
-      return static_cast<uint64_t>(issued);
+      base_ns = earliest;
+      return static_cast<uint64_t>(earliest);
     }
     double ms = base->event.elapsedTime(event->event);
     auto after = static_cast<int64_t>(ms * 1e6);
-    base_ns = std::min(std::max(base_ns, issued - after), static_cast<int64_t>(polled_ns) - after);
+    base_ns = std::min(std::max(base_ns, earliest - after), static_cast<int64_t>(polled_ns) - after);
     int64_t completed_ns = base_ns + after;
     if (ms > REBASE_MS) {
       std::swap(base, event);
@@ -273,8 +276,13 @@ struct DeviceEvents {
         std::lock_guard<std::mutex> guard(lock);
         front = lane.pending.empty() ? nullptr : lane.pending.front().get();
       }
-      if (front == nullptr || !front->event.query() || !is_on)
-        break;  // the watch may have ended during the query
+      uint64_t queried_ns = now_ns();
+      if (front == nullptr || !is_on) break;
+      if (!front->event.query()) {
+        lane.incomplete_ns = queried_ns;
+        break;
+      }
+      if (!is_on) break;  // the watch may have ended during the query
       uint64_t polled_ns = now_ns();
       std::unique_ptr<Event> event;
       {
@@ -284,7 +292,8 @@ struct DeviceEvents {
         ++counts.completed;
       }
       Data data = std::exchange(event->data, {});
-      reader.completed(lane, data, clock_of(lane.device).time_of(event, polled_ns));
+      uint64_t t_ns = clock_of(lane.device).time_of(event, lane.incomplete_ns, polled_ns);
+      reader.completed(lane, data, t_ns);
       std::lock_guard<std::mutex> guard(lock);
       if (event != nullptr) pool.push_back(std::move(event));
     }
