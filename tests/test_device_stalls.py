@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import os
 from pathlib import Path
 
 import pytest
@@ -196,26 +196,54 @@ def test_two_devices_that_hang(tmp_path: Path) -> None:
     )
 
 
+def item_stack(folder: Path) -> tuple[str, ...]:
+    """The stack of a rank that is in `.item()`. Its source is older than any process."""
+    source = folder / "train.py"
+    source.write_text("value = loss.item()\n")
+    os.utime(source, (0, 0))
+    return (f"{source}:1 in <module>",)
+
+
 def test_a_cpu_that_waits_for_a_kernel_after_the_last_mark(tmp_path: Path) -> None:
     """The device of rank 1 has reached all marks, and its CPU waits in `.item()` for a kernel that
     was issued after them: the verdict says so, and suspects no other code path."""
-    (tmp_path / "train.py").write_text("value = loss.item()\n")
+    stack = item_stack(tmp_path)
     for rank in range(2):
         box = JobBox(tmp_path, rank, {"world": [0, 1]})
         last = box.call("world", 100)
         if rank == 0:
             last = box.call("world", 101)
         box.stall(last, 101, is_idle=rank == 1)
-    stack = (f"{tmp_path / 'train.py'}:1 in <module>",)
     statuses = {rank: ProcessStatus(True, "R", stack=stack * rank) for rank in range(2)}
     run = read_run(tmp_path)
-    run.boxes[1].meta["started_ns"] = time.time_ns() + 10**12
+    run.boxes[1].meta["started_ns"] = 1
     verdict = diagnose(run, statuses=statuses, now_ns=1130 * S, stall_s=5)
     assert (verdict.kind, verdict.culprits) == ("missing", (1,)), verdict
     assert verdict.explanation[2].endswith("waiting in .item() for its device")
     assert verdict.explanation[3].startswith(
         "Likely cause: a kernel or a copy on the device of rank 1 does not end."
     )
+
+
+def test_ranks_that_have_finished(tmp_path: Path) -> None:
+    """If no rank waits for another, the text does not say of finished ranks where they are, and says
+    of the others whether they wait for their devices."""
+    stack = item_stack(tmp_path)
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1]})
+        last = box.call("world", 100)
+        if rank == 0:
+            reason = box.box.text(json.dumps({"reason": "exit"}))
+            box.box.record(Kind.END, 102 * S, extra=reason)
+        box.stall(last, 100, is_idle=True)
+    statuses = {0: ProcessStatus(alive=False), 1: ProcessStatus(alive=True, stack=stack)}
+    run = read_run(tmp_path)
+    run.boxes[1].meta["started_ns"] = 1
+    verdict = diagnose(run, statuses=statuses, now_ns=1130 * S, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("healthy", ()), verdict
+    assert verdict.explanation[1] == "  rank 0: finished"
+    assert verdict.explanation[2].startswith("  rank 1: outside any module")
+    assert verdict.explanation[2].endswith(": waiting in .item() for its device")
 
 
 def test_a_process_that_could_not_run(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from torchwhere.diagnose.clocks.host_clocks import HostClocks, align_hosts
 from torchwhere.diagnose.doctor.examine import Diagnosis, examine
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.pauses import MOST_ASKED
-from torchwhere.diagnose.doctor.rules.no_fault import Standstill
+from torchwhere.diagnose.doctor.rules.no_fault import Quiet, Standstill
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.gpus.samples import HostGpus, read_gpus
@@ -123,8 +123,9 @@ class _Case:
         diagnosis = self._examine(statuses, now_ns, is_suspicion=now_ns is not None)
         if diagnosis.finding.kind in _NOT_WRONG:
             cause = diagnosis.finding.cause
-            if isinstance(cause, Standstill):  # the stacks that ranks save may show a pause
-                statuses = self._with_stall_stacks(statuses, cause.pause.ranks[:MOST_ASKED])
+            if isinstance(cause, Standstill | Quiet):  # stacks that ranks save may show a pause
+                ranks = cause.pause.ranks if isinstance(cause, Standstill) else list(self.run.boxes)
+                statuses = self._with_stall_stacks(statuses, ranks[:MOST_ASKED])
                 diagnosis = self._examine(statuses, now_ns, is_suspicion=False)
             return verdict_of(diagnosis)
         is_running = False

@@ -229,6 +229,11 @@ class Context:
         is_unclear = hold is None or hold.activity in (Activity.RUNNING, Activity.SLEEPING)
         return Hold(Activity.DEVICE, waits_in) if waits_in and is_unclear else hold
 
+    def waits_for_device(self, rank: int) -> bool:
+        """Whether the stack of a rank shows that its CPU waits for its device."""
+        detail = self.detail(rank)
+        return isinstance(detail, Hold) and detail.activity is Activity.DEVICE
+
     def group_in_creation(self, rank: int) -> GroupCreation | None:
         """The group creation that a rank has begun and not completed."""
         group_creations = self.by_rank[rank].rank_summary.group_creations

@@ -10,7 +10,6 @@ from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.exit_records import survived_exception
 from torchwhere.diagnose.doctor.pauses import Pause
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
-from torchwhere.diagnose.doctor.stacks import Activity, Hold
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait
 from torchwhere.render.verdict_text.phrases import (
@@ -149,16 +148,11 @@ def _device_text(context: Context, ranks: Sequence[int]) -> list[str]:
     ]
 
 
-def _waits_for_device(context: Context, rank: int) -> bool:
-    detail = context.detail(rank)
-    return isinstance(detail, Hold) and detail.activity is Activity.DEVICE
-
-
 def _branch_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[str]:
     """Where the ranks may have taken a different code path, or what blocks them."""
     if all(context.state(rank) is State.STOPPED for rank in ranks):
         return _unable_text(context, ranks)
-    if all(_waits_for_device(context, rank) for rank in ranks):
+    if all(map(context.waits_for_device, ranks)):
         return _device_text(context, ranks)
     rank_calls = context.by_rank[ranks[0]]
     lines = []

@@ -24,6 +24,7 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
+from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.render.verdict_text.phrases import (
     agree,
     all_ranks_text,
@@ -162,9 +163,18 @@ def quiet_text(cause: Quiet, context: Context) -> list[str]:
 
 def _place_lines(context: Context) -> list[str]:
     """The places of the ranks, one line for each of the first few."""
-    places = grouped((in_place(context.place(rank)), rank) for rank in context.by_rank)
+    places = grouped((_now_text(context, rank), rank) for rank in context.by_rank)
     first = list(places.items())[:_MOST_PLACES]
     return [f"  {ranks_phrase(ranks)}: {place}" for place, ranks in first]
+
+
+def _now_text(context: Context, rank: int) -> str:
+    """Where a rank is, and whether it waits there for its device."""
+    if context.state(rank) is State.FINISHED:
+        return "finished"
+    waits = context.waits_for_device(rank)
+    place = in_place(context.place(rank))
+    return f"{place}: {rank_detail_text(context, rank)}" if waits else place
 
 
 def lost_data_text(cause: LostData, context: Context) -> list[str]:
