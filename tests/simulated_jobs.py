@@ -268,6 +268,19 @@ def slow_device_mesh() -> None:
     train_mesh(lambda: accelerator().kernel(0.2))
 
 
+@job("straggler", on_device=True)
+def slow_device_async() -> None:
+    """A slow device that has been behind its CPU from its first kernel on. The job waits for all of
+    its collectives later."""
+    x = buffer()
+    for _ in range(2000):
+        accelerator().kernel(0.1 if dist.get_rank() == VICTIM else KERNEL_S)
+        works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait()
+        pause()
+
+
 # -- on the CPU ------------------------------------------------------------------------------------
 
 
@@ -303,6 +316,20 @@ def stopped() -> None:
 @job("dead")
 def killed() -> None:
     train(once(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+@job("dead")
+def raised() -> None:
+    """An exception after the CPUs have issued all their work. The other CPUs wait for their devices,
+    which wait for a device that is gone."""
+    x = buffer()
+    for _ in range(60):
+        accelerator().kernel(0.1)
+        dist.all_reduce(x)
+        pause()
+    if dist.get_rank() == VICTIM:
+        raise ValueError("bad metric")
+    accelerator().synchronize()
 
 
 @job("mismatch")

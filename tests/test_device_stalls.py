@@ -414,6 +414,21 @@ def test_a_kernel_that_was_as_long_before(tmp_path: Path, lasted_s: float, kind:
     assert (verdict.kind, verdict.culprits) == (kind, ()), verdict
 
 
+def test_a_long_wait_before(tmp_path: Path) -> None:
+    """A device that once waited for long in a call before did not need as long to reach the next
+    one: it gets no more time for it."""
+    for rank in range(2):
+        box = JobBox(tmp_path, rank, {"world": [0, 1]})
+        last = box.call("world", 100, reached_s=100.1 if rank else 112)
+        for number in range(3):
+            last = box.call("world", 100, reached_s=112.1 + number)
+        first = box.call("world", 116, reached=rank == 0)
+        box.stall(*(last, 114.1) if rank else (first, 116), first_unreached=first, looked_s=123)
+    alive = dict.fromkeys(range(2), ProcessStatus(alive=True))
+    verdict = diagnose(read_run(tmp_path), statuses=alive, now_ns=1123 * S, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("missing", (1,)), verdict
+
+
 def test_a_rank_beside_a_slow_device(tmp_path: Path) -> None:
     """The device of rank 2 is late for its pair in each round. So that of rank 3 is late for another
     group, and is not named."""

@@ -27,6 +27,7 @@ from torchwhere.diagnose.doctor.finding import CallRef
 from torchwhere.diagnose.doctor.reached import first_unreached, has_reached, last_reached
 from torchwhere.diagnose.doctor.timing import Timing
 
+_ASKED = 16  # of the longest earlier times, for how long another rank was late
 _NEARLY = 0.5  # of the time after which a device is stalled
 
 
@@ -132,10 +133,41 @@ class DeviceStalls:
         least_s = timing.patience_s(device.rank, following.key if following is not None else None)
         if device.lasted_s < share * least_s or following is None:
             return device.lasted_s >= share * least_s
-        earlier_s = _longest_before_s(self.job_calls.by_rank[device.rank], following)
+        earlier_s = self._longest_before_s(following)
         if timing.is_over:
             return device.lasted_s >= share * max(least_s, ENDED_AGAIN * earlier_s)
         return device.lasted_s >= share * wait_limit_s(least_s, earlier_s=earlier_s, is_pause=False)
+
+    def _longest_before_s(self, call: CallRef) -> float:
+        """The longest time that the device took to reach an earlier call with the same call site:
+        since its issue, or since the end of the call before it, whichever came later."""
+        rank_calls = self.job_calls.by_rank[call.rank]
+        own = rank_calls.calls[call.key]
+        at = own.at(call.number)
+        if not at or not own.has_device_delays:
+            return 0.0
+        alike = np.flatnonzero(own.codes()[:at] == own.codes()[at])
+        records, reached_ns = _reached_times(rank_calls)
+        latest_ns = np.maximum.accumulate(np.concatenate([[0], reached_ns]))
+        rows = np.searchsorted(records, own.records()[alike])
+        began_ns = np.maximum(own.times_ns()[alike], latest_ns[rows])
+        took_ns = np.where(reached_ns[rows] > 0, reached_ns[rows] - began_ns, 0)
+        longest_ns = 0
+        for item in np.argsort(-took_ns, kind="stable")[:_ASKED].tolist():
+            row = int(rows[item])
+            ended_ns = self._ended_ns(rank_calls, int(records[row - 1])) if row else 0
+            longest_ns = max(longest_ns, min(int(took_ns[item]), int(reached_ns[row]) - ended_ns))
+        return longest_ns / 1e9
+
+    def _ended_ns(self, rank_calls: RankCalls, record: int) -> int:
+        """When the last member came to a call; 0 if that is not known. Until then the device only
+        waited."""
+        call = rank_calls.call_of_record(record)
+        if call is None:
+            return 0
+        by_rank = self.job_calls.by_rank
+        members = (rank for rank in self.job_calls.members(call[0]) if rank in by_rank)
+        return max((by_rank[rank].reached_ns(*call) for rank in members), default=0)
 
     def _holding_up(self, call: CallRef) -> Iterator[int]:
         """The other members that have not reached a collective, on the CPU or on the device, or
@@ -224,22 +256,6 @@ def _pending(rank_calls: RankCalls) -> StalledDevice | None:
         waits_in=None,
         waits_for=(),
     )
-
-
-def _longest_before_s(rank_calls: RankCalls, call: CallRef) -> float:
-    """The longest time that the device took to reach an earlier call with the same call site,
-    counted from its issue, or from the call before it if the device reached that one later."""
-    own = rank_calls.calls[call.key]
-    at = own.at(call.number)
-    if not at or not own.has_device_delays:
-        return 0.0
-    alike = np.flatnonzero(own.codes()[:at] == own.codes()[at])
-    records, reached_ns = _reached_times(rank_calls)
-    latest_ns = np.maximum.accumulate(np.concatenate([[0], reached_ns]))
-    rows = np.searchsorted(records, own.records()[alike])
-    began_ns = np.maximum(own.times_ns()[alike], latest_ns[rows])
-    took_ns = np.where(reached_ns[rows] > 0, reached_ns[rows] - began_ns, 0)
-    return float(took_ns.max(initial=0)) / 1e9
 
 
 def _reached_times(rank_calls: RankCalls) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
