@@ -78,12 +78,11 @@ class JobBox(DeviceBox):
     def __init__(self, folder: Path, rank: int, groups: dict[str, list[int]]) -> None:
         super().__init__(folder / f"rank{rank}.box", rank=rank, world_size=len(groups["world"]))
         self.box.record(Kind.START, 99 * S)
-        self.streams: dict[str, list[int]] = {}  # signature, counter, count
+        self.streams: dict[str, list[int]] = {}  # counter, count
         for name, ranks in groups.items():
             if rank in ranks:
                 entry = self._json(EntryType.GROUP, name=name, ranks=ranks, backend="nccl")
-                signature = self._json(EntryType.COLLECTIVE, op="all_reduce", group=name)
-                self.streams[name] = [signature, self.box.counter_at((entry, -1, -1)) or 0, 0]
+                self.streams[name] = [self.box.counter_at((entry, -1, -1)) or 0, 0]
 
     def call(
         self,
@@ -93,15 +92,17 @@ class JobBox(DeviceBox):
         reached: bool = True,
         reached_s: float | None = None,
         is_async: bool = False,
+        op: str = "all_reduce",
     ) -> int:
-        """Issue an all_reduce, which the device reaches 10 ms later, or at `reached_s`. Returns its
+        """Issue a collective, which the device reaches 10 ms later, or at `reached_s`. Returns its
         record. The group `cpu` does not use the device."""
-        signature, counter, count = self.streams[group]
+        counter, count = self.streams[group]
+        signature = self._json(EntryType.COLLECTIVE, op=op, group=group)
         flags = (0 if group == "cpu" else FLAG_ON_DEVICE) | (FLAG_ASYNC if is_async else 0)
         ids = (self.module, 0, self.line, 0, signature, 0, 0, count)
         t_ns = int(at_s * S)
         record = self.box.record(Kind.COLLECTIVE, t_ns, Pass.BACKWARD, flags, 0, 4, *ids)
-        self.streams[group][2] += 1
+        self.streams[group][1] += 1
         self.box.words[counter + file_format.COUNTER_COUNT] = count + 1
         self.box.words[counter + file_format.COUNTER_TIME] = t_ns
         self.box.words[counter + file_format.COUNTER_RECORD] = record
@@ -412,6 +413,21 @@ def test_a_kernel_that_was_as_long_before(tmp_path: Path, lasted_s: float, kind:
     now_ns = int((1000 + looked_s) * S)
     verdict = diagnose(read_run(tmp_path), statuses=alive, now_ns=now_ns, stall_s=5)
     assert (verdict.kind, verdict.culprits) == (kind, ()), verdict
+
+
+def test_devices_that_are_blocked_by_a_mismatch(tmp_path: Path) -> None:
+    """If devices do not progress after a mismatch, the verdict says so, although the CPUs go on."""
+    for rank in range(4):
+        box = JobBox(tmp_path, rank, GROUPS)
+        box.call("world", 100)
+        last = box.call("world", 101, op="broadcast" if rank == 2 else "all_reduce")
+        first = box.call("world", 101.1, reached=False)
+        box.stall(last, 101, first_unreached=first, cpu_s=129)
+    verdict = diagnose_folder(tmp_path, stall_s=5)
+    assert (verdict.kind, verdict.culprits) == ("mismatch", (2,)), verdict
+    assert any(line.startswith("Now all 4 ranks are blocked") for line in verdict.explanation)
+    assert verdict.stalled_s is not None
+    assert verdict.stalled_s > 25
 
 
 def test_a_long_wait_before(tmp_path: Path) -> None:

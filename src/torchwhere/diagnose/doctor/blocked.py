@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.device_stalls import DeviceStalls
 from torchwhere.diagnose.doctor.stacks import is_in_collective
 
 _UNSEEN_STALLS = 10  # times `stall_s`, if no stack shows that the ranks are in the collective
@@ -30,10 +31,12 @@ def blocked_s(context: Context, rank: int) -> float | None:
 def blocked_ranks(context: Context) -> dict[int, float]:
     """The ranks that are blocked after a mismatch, and how long.
 
-    A rank is blocked if it has waited unusually long, or to the unobserved end of the job.
+    A rank is blocked if it has waited unusually long, or to the unobserved end of the job. It is
+    also blocked if its device is stalled, although its CPU continues.
     """
     lasted_s = {rank: blocked_s(context, rank) for rank in context.by_rank}
-    return {
+    stalled = DeviceStalls(context.job_calls, context.timing).by_rank.values()
+    return {device.rank: device.lasted_s for device in stalled} | {
         rank: lasted
         for rank, lasted in lasted_s.items()
         if lasted is not None and lasted >= context.timing.unusual_s(rank)
