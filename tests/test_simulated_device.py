@@ -79,9 +79,9 @@ def test_a_device_that_is_never_idle(tools: Tools, tmp_path: Path) -> None:
     tools.run(
         """
 join_group(sim, folder)
-x = buffer()
-sim.kernel(1.0)
 with torchwhere.watch(out=folder / "run"):
+    x = buffer()
+    sim.kernel(1.0)
     for _ in range(5):
         dist.all_reduce(x)
         sim.kernel(0.1)
