@@ -413,6 +413,7 @@ def test_a_kernel_that_was_as_long_before(tmp_path: Path, lasted_s: float, kind:
     now_ns = int((1000 + looked_s) * S)
     verdict = diagnose(read_run(tmp_path), statuses=alive, now_ns=now_ns, stall_s=5)
     assert (verdict.kind, verdict.culprits) == (kind, ()), verdict
+    assert verdict.certainty == "inferred"
 
 
 def test_devices_that_are_blocked_by_a_mismatch(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def blocked_together_text(cause: DevicesBlockedTogether, context: Context) -> li
         *lines,
         (
             "Likely cause: the network between the devices, or the same kernel on all of them. Look"
-            " at: the NCCL log, the network links, and kernels issued after that collective."
+            " at: the NCCL log, the network links, and kernels issued after that collective. A long"
+            " kernel on all devices looks the same until it ends."
         ),
     ]
 

@@ -110,7 +110,7 @@ def _together(context: Context, devices: list[StalledDevice]) -> Finding | None:
         VerdictKind.TOGETHER,
         DevicesBlockedTogether(tuple(devices)),
         call=devices[0].reached[0] if devices[0].reached else devices[0].next,
-        certainty=exact_if(not context.no_data),
+        certainty=Certainty.INFERRED,  # it may be a long kernel, which ends
         stalled_s=min(device.lasted_s for device in devices),
         facts=_facts(devices, []),
         blocked=frozenset(device.rank for device in devices),
