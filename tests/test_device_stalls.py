@@ -91,6 +91,7 @@ class JobBox(DeviceBox):
         *,
         reached: bool = True,
         reached_s: float | None = None,
+        is_done: bool = False,
         is_async: bool = False,
         op: str = "all_reduce",
     ) -> int:
@@ -108,7 +109,8 @@ class JobBox(DeviceBox):
         self.box.words[counter + file_format.COUNTER_RECORD] = record
         if reached:
             self.counter = counter
-            self.reach(record, at_s=at_s + 0.01 if reached_s is None else reached_s)
+            device_s = at_s + 0.01 if reached_s is None else reached_s
+            self.reach(record, at_s=device_s, done_s=device_s + 0.001 if is_done else 0)
         return record
 
     def stall(
@@ -269,16 +271,28 @@ def test_a_process_that_could_not_run(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("reached", "number"), [(1, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("reached", "is_async", "number"), [(1, False, 2), (3, False, 3), (3, True, 2)]
+)
 def test_a_rank_that_exited_while_its_device_was_behind(
-    tmp_path: Path, reached: int, number: int
+    tmp_path: Path, reached: int, number: int, *, is_async: bool
 ) -> None:
     """The others wait for it in the first call that its device has not reached, not in the first
-    that its CPU has not issued; the device of another rank may show that it has come further."""
+    that its CPU has not issued; calls that the device of another rank has completed show that it
+    had come further, asynchronous ones that are only reached do not."""
     for rank in range(2):
         box = JobBox(tmp_path, rank, {"world": [0, 1]})
         count = 1 + (reached if rank == 0 else 1)
-        records = [box.call("world", 100, reached=number < count) for number in range(6)]
+        records = [
+            box.call(
+                "world",
+                100,
+                reached=number < count,
+                is_done=number < count - 1 and not is_async,
+                is_async=is_async,
+            )
+            for number in range(6)
+        ]
         if rank == 1:
             reason = box.box.text(json.dumps({"reason": "failed: ValueError: bad batch"}))
             box.box.record(Kind.END, 102 * S, extra=reason)

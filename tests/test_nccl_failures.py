@@ -90,7 +90,10 @@ def test_sentences(runs: Path) -> None:
             " the error after it has passed the failing line. Look at: the log of rank 2 and a run"
             " with CUDA_LAUNCH_BLOCKING=1, which shows the line; compute-sanitizer."
         ),
+        'The others wait for it in all_reduce of float32 [131584], #22 of group "default".',
+        "  waiting: ranks 0-1, 3, in backward of layers.2.0, nccl_jobs.py:96, step 6",
         "Because of it, ranks 0-1, 3 failed: the connection to another rank was lost.",
+        'According to the flight recorder, #22 of group "default" is started on ranks 0-1, 3.',
     ]
 
 
@@ -108,7 +111,7 @@ def test_a_dump_is_missing(runs: Path) -> None:
 def test_aborted_calls(runs: Path) -> None:
     """A call that ended because its communicator was aborted is not complete."""
     assert (
-        'According to the flight recorder, #22 of group "default" is issued on rank 3; not issued'
+        'According to the flight recorder, #21 of group "default" is issued on rank 3; scheduled'
         " on rank 1."
     ) in verdict_of(runs / "exited").explanation
 

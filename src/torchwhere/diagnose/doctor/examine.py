@@ -82,8 +82,7 @@ def examine(
 def _waits(job_calls: JobCalls, exits: Exits) -> dict[int, Wait]:
     failed = exits.failed() if exits.held else []
     failed_in_it = {rank for rank in failed if exits.lost_its_peer(rank) or exits.timed_out(rank)}
-    first = [rank for rank in exits.held if exits.is_dead(rank) and exits.reaction(rank) is None]
-    if first:
+    if first := list(filter(exits.may_be_first, exits.held)):
         ended = {rank: own.end for rank, own in job_calls.by_rank.items()}
         finished = {rank for rank, end in ended.items() if end is not None and ended_well(end)}
         job_calls = without_unreached(job_calls, first, finished=finished)

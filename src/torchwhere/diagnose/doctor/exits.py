@@ -210,6 +210,14 @@ class Exits(RankExits):
         failed = ((self.reaction(rank), rank) for rank in self.failed() if rank not in besides)
         return grouped((reaction, rank) for reaction, rank in failed if reaction is not None)
 
+    def may_be_first(self, rank: int) -> bool:
+        """Whether a rank exited, and nothing shows that this was because of another rank."""
+        return (
+            self.is_dead(rank)
+            and self.reaction(rank) is None
+            and not self._aborted_unexplained(rank)
+        )
+
     def _is_victim(self, rank: int) -> bool:
         return self.reaction(rank) is not None
 

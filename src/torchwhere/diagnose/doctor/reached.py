@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
+from torchwhere.blackbox.device import device_times
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.finding import CallRef
+
+_ASKED = 16  # ranks, for which calls their devices have completed
 
 
 def has_reached(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
@@ -62,7 +65,7 @@ def first_unreached(rank_calls: RankCalls, key: StreamKey) -> int:
 
 
 def without_unreached(
-    job_calls: JobCalls, ranks: Iterable[int], *, finished: Container[int]
+    job_calls: JobCalls, ranks: Collection[int], *, finished: Container[int]
 ) -> JobCalls:
     """The same calls, but of these ranks, which have exited, only those that their devices had
     reached: what their CPUs had issued after that never runs, and the others wait for it.
@@ -75,20 +78,32 @@ def without_unreached(
     reached = job_calls.copy()
     for rank in ranks:
         own = job_calls.by_rank[rank]
-        counts = {
-            key: min(count, max(first_unreached(own, key), _completed(job_calls, key, finished)))
-            for key, count in own.counts.items()
-        }
+        counts = dict(own.counts)
+        for key, count in own.counts.items():
+            unreached = first_unreached(own, key)
+            if unreached < count:
+                others = [other for other in job_calls.members(key) if other not in ranks]
+                completed = _completed(job_calls, others, key, finished)
+                counts[key] = min(count, max(unreached, completed))
         reached.by_rank[rank] = replace(own, counts=counts)
     return reached
 
 
-def _completed(job_calls: JobCalls, key: StreamKey, finished: Container[int]) -> int:
-    """How many calls of a stream have completed on a rank that lives longer: the one before the
-    last that its device has reached. The last look at an exited rank may be older than that."""
-    counts = (
-        first_unreached(rank_calls, key) - (rank not in finished)
-        for rank, rank_calls in job_calls.by_rank.items()
-        if rank_calls.counts.get(key)
-    )
-    return max(counts, default=0)
+def _completed(
+    job_calls: JobCalls, ranks: Iterable[int], key: StreamKey, finished: Container[int]
+) -> int:
+    """How many calls of a stream have completed on some of these ranks, as far as known. The last
+    look at the device of an exited rank may be older than that."""
+    by_rank = job_calls.by_rank
+    known = [by_rank[rank] for rank in ranks if rank in by_rank]
+    issued = (own.counts.get(key, 0) for own in known if own.rank in finished)
+    running = [own for own in known if own.rank not in finished][:_ASKED]
+    return max([*issued, *(_completed_on_device(own, key) for own in running)], default=0)
+
+
+def _completed_on_device(rank_calls: RankCalls, key: StreamKey) -> int:
+    box, calls = rank_calls.box, rank_calls.calls.get(key)
+    if box is None or calls is None:
+        return 0
+    is_done = np.isin(calls.records(), box.records["number"][device_times(box)[1] > 0])
+    return calls.first + int(np.flatnonzero(is_done)[-1]) + 1 if is_done.any() else 0
