@@ -50,6 +50,7 @@ from torchwhere.native import load as loading
 from torchwhere.native.build import build
 from torchwhere.native.first_run import prepare
 from torchwhere.pipeline.verdict import diagnose_folder
+from warm_python import WarmPython
 
 PATIENCE_S = 400
 
@@ -1079,6 +1080,62 @@ def test_stopped_while_others_run(part: Any, ddp_on_threads: None) -> None:
     assert failed == []
     with torchwhere.watch():  # takes back the kernels that were left
         pass
+
+
+ENDED_BY_AN_ATTRIBUTE = """
+class Ending(torch.nn.Linear):
+    ends = False
+    @property
+    def training(self):
+        if Ending.ends:
+            torchwhere.stop()
+        return False
+    @training.setter
+    def training(self, value):
+        pass
+model = Ending(2, 2)
+torchwhere.start(out=sys.argv[1])
+with torch.no_grad():
+    model(torch.ones(2))
+    Ending.ends = True
+    model(torch.ones(2))
+"""
+
+ENDED_BY_THE_COLLECTOR = """
+class Ending:
+    def __init__(self):
+        self.cycle = self
+    def __del__(self):
+        torchwhere.stop()
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+gc.disable()
+for threshold in range(2, 9):  # the collector runs a little later each time
+    torchwhere.start(out=f"{sys.argv[1]}/{threshold}")
+    for step in range(8):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if step == 7:
+            gc.collect()
+            Ending()
+            gc.set_threshold(threshold)
+            gc.enable()
+        torchwhere.step()
+    gc.disable()
+    gc.collect()
+"""
+
+
+@pytest.mark.parametrize("code", [ENDED_BY_AN_ATTRIBUTE, ENDED_BY_THE_COLLECTOR])
+def test_ended_inside_the_extension(
+    code: str, library: Path, warm: WarmPython, tmp_path: Path
+) -> None:
+    """Code that runs in the middle of a function of the extension may end the watch: an attribute of
+    a module, or a finalizer."""
+    env = os.environ | {"XDG_CACHE_HOME": str(library.parent.parent), loading.SWITCH: "1"}
+    program = "import gc, sys, torch, torchwhere\n" + code
+    done = warm.run("-c", program, tmp_path / "run", env=env)
+    assert done.returncode == 0, done.stderr
 
 
 PRELUDE = """

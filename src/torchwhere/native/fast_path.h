@@ -160,8 +160,9 @@ constexpr int SITE_SHIFT = 48;  // an address has fewer bits
 // framework has reached, by the address of its code plus its offset; the value is a number, from
 // 1. And it has every instruction of the user where a way ended, by the same kind of key, with
 // that number in its upper bits. A code object is longer than its instructions, so these keys are
-// unique.
-inline bool line_of(FastPath* self, uint32_t* line) {
+// unique. Returns false if the line is unknown, or if the track is no longer valid: frames are
+// objects, so the garbage collector may run, and with it code that ends the watch.
+inline bool line_of(FastPath* self, const ThreadTrack* track, uint32_t* line) {
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
   Table::Slot* slot = nullptr;
   uint64_t site = 0;
@@ -182,8 +183,9 @@ inline bool line_of(FastPath* self, uint32_t* line) {
     Py_DECREF(frame);
     frame = outer;
   }
-  if (slot != nullptr) *line = static_cast<uint32_t>(slot->value);
-  return slot != nullptr;
+  if (slot == nullptr || track_of(self->box) != track) return false;
+  *line = static_cast<uint32_t>(slot->value);
+  return true;
 }
 
 inline bool is_in_engine() {
@@ -286,7 +288,7 @@ inline PyObject* fast_path_begin_backward(FastPath* self, PyObject* args) {
   if (track == nullptr || creates_graph || self->is_paused || track->top == self->backward_place)
     Py_RETURN_NONE;
   uint32_t line;
-  if (!line_of(self, &line)) Py_RETURN_NONE;
+  if (!line_of(self, track, &line)) Py_RETURN_NONE;
   uint64_t below = track->top;
   move(track, self->box, self->backward_place, line);
   return PyLong_FromUnsignedLongLong(below);
@@ -323,7 +325,7 @@ inline PyObject* fast_path_end_optimizer(FastPath* self, PyObject* optimizer) {
   if (track == nullptr || !is_resting(self, now) || track->top != self->optimizer_place ||
       is_in_engine() || !came_from_outside(track) ||
       (self->counts_steps && !is_only_stepper(self, optimizer)) ||
-      !name_of(self, optimizer, &entry) || !line_of(self, &line)) {
+      !name_of(self, optimizer, &entry) || !line_of(self, track, &line)) {
     if (PyErr_Occurred()) PyErr_Clear();
     Py_RETURN_FALSE;
   }
@@ -347,7 +349,7 @@ inline PyObject* fast_path_next_step(FastPath* self, PyObject* step) {
   if (PyErr_Occurred()) return nullptr;
   uint32_t line;
   bool can_do = track != nullptr && is_resting(self, now) && track->top == 0 && !is_in_engine() &&
-      line_of(self, &line);
+      line_of(self, track, &line);
   if (can_do) go_to_step(self, track, number, line, now);
   return PyBool_FromLong(can_do);
 }

@@ -335,12 +335,17 @@ inline PyObject* calls_enter(Calls* self, PyObject* module) {
   ThreadTrack* track = track_of(self->box);
   if (track == nullptr) Py_RETURN_NONE;
   uint64_t below = track->top;
-  Table::Slot* base = self->bases->of.find(reinterpret_cast<uint64_t>(module));
-  if (base == nullptr || base->value == 0) Py_RETURN_NONE;
+  Table::Slot* slot = self->bases->of.find(reinterpret_cast<uint64_t>(module));
+  int64_t base = slot == nullptr ? 0 : slot->value;
+  if (base == 0) Py_RETURN_NONE;
   if (below < FIRST_MODULE_PLACE && needs_python(self, below)) Py_RETURN_NONE;
-  if (below < FIRST_MODULE_PLACE) set_evaluation(self->box, track->cursor, evaluates(module));
-  bool is_wrapper = base->value < 0;  // its call is that of the module inside it
-  auto place = static_cast<uint64_t>(is_wrapper ? -base->value : base->value);
+  if (below < FIRST_MODULE_PLACE) {
+    set_evaluation(self->box, track->cursor, evaluates(module));
+    // An attribute of the module may be code, and may even end the watch.
+    if (track_of(self->box) != track) Py_RETURN_NONE;
+  }
+  bool is_wrapper = base < 0;  // its call is that of the module inside it
+  auto place = static_cast<uint64_t>(is_wrapper ? -base : base);
   if (below >= FIRST_MODULE_PLACE && below & self->recompute_bit)
     return entered(self, track, place | (below & self->inherited), below);
   uint64_t call = self->calls->get(place);
