@@ -44,7 +44,8 @@ uint64_t now_ns() {
 }
 
 // What a test sets, for the whole process.
-std::atomic<bool> is_initialized{false}, is_captured{false}, is_lost{false}, is_blocked{false};
+std::atomic<bool> is_initialized{false}, is_captured{false}, is_lost{false};
+std::atomic<bool> blocks_queries{false}, blocks_times{false};
 std::atomic<bool> is_released{false};  // ends the kernels that do not end
 std::atomic<size_t> queue_length{SIZE_MAX};  // tasks that a stream takes before it blocks the CPU
 std::atomic<int> queries{0}, copies{0};
@@ -182,11 +183,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     ++queries;
-    wait_until([] { return !is_blocked; });
+    wait_until([] { return !blocks_queries; });
     TORCH_CHECK(!is_lost, "the device was lost");
     return event_at(event)->completed >= event_at(event)->recorded;
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    wait_until([] { return !blocks_times; });
     auto begin = static_cast<double>(event_at(first)->completed_ns);
     return (static_cast<double>(event_at(second)->completed_ns) - begin) / 1e6;
   }
@@ -481,7 +483,8 @@ PYBIND11_MODULE(simulated_device, module) {
   module.def("initialize", [] { is_initialized = true; });
   module.def("capture", [](bool value) { is_captured = value; });
   module.def("lose", [] { is_lost = true; });
-  module.def("block_queries", [](bool value) { is_blocked = value; });
+  module.def("block_queries", [](bool value) { blocks_queries = value; });
+  module.def("block_times", [](bool value) { blocks_times = value; });
   module.def("copies", [] { return copies.load(); });
   module.def("queries", [] { return queries.load(); });
 }

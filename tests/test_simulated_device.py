@@ -632,6 +632,28 @@ print(json.dumps([seconds, first, second]))
         assert np.count_nonzero(kinds == int(Kind.COLLECTIVE)) == (51 if name == "run" else 1)
 
 
+def test_a_watch_ends_while_a_time_is_read(tools: Tools, tmp_path: Path) -> None:
+    """If the device does not return the time of a mark, the watch ends, and nothing writes to its
+    closed box when the time comes."""
+    harvested = tools.run(
+        """
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    dist.all_reduce(x)
+    settle(2)
+    sim.block_times(True)
+    dist.all_reduce(x)
+    settle(3)
+sim.block_times(False)
+time.sleep(0.2)
+print(json.dumps(part.device_status()["harvested"]))
+""",
+        tmp_path,
+    )
+    assert harvested == 3
+
+
 def test_a_full_queue_blocks_one_thread_only(tools: Tools, tmp_path: Path) -> None:
     """A stream takes a limited number of tasks. A mark on a full stream waits, like any work of the
     job. Meanwhile other threads have the GIL, and the marks of other streams are read."""

@@ -112,6 +112,7 @@ struct DeviceEvents {
 
   c10::DeviceType type = c10::DeviceType::CPU;
   Reader reader;  // changed only while the harvester does not run
+  std::mutex reading;  // held by the harvester while it calls the reader
   // Guards all fields below; never held while the device is polled or the reader runs.
   std::mutex lock;
   std::condition_variable changed;
@@ -193,14 +194,18 @@ struct DeviceEvents {
     return true;
   }
 
-  // No event is recorded or polled after this. Returns false if a thread is blocked in the driver:
-  // then it may still use the lanes, or the reader.
+  // No event is recorded or read after this. Returns false if a thread is blocked in the driver: then
+  // it may still use the lanes.
   bool stop() {
     std::unique_lock<std::mutex> guard(lock);
     is_on = is_running = false;
     changed.notify_all();
     auto is_unused = [this] { return has_ended && recording == 0; };
-    if (!changed.wait_for(guard, STOP_WITHIN, is_unused)) return false;
+    if (!changed.wait_for(guard, STOP_WITHIN, is_unused)) {
+      guard.unlock();
+      std::lock_guard<std::mutex> not_reading(reading);
+      return false;
+    }
     for (auto& lane : lanes) {
       for (auto& event : lane->pending) {
         event->data = {};
@@ -266,6 +271,13 @@ struct DeviceEvents {
     return clocks.back();
   }
 
+  // Calls a function of the reader, unless the watch has ended meanwhile.
+  template <typename Call>
+  void call_reader(const Call& call) {
+    std::lock_guard<std::mutex> guard(reading);
+    if (is_on) call();
+  }
+
   // Reads the completed events of one lane. Only the harvester removes events, so the front stays
   // valid without the lock.
   void harvest(Lane<Data>& lane) {
@@ -293,7 +305,7 @@ struct DeviceEvents {
       }
       Data data = std::exchange(event->data, {});
       uint64_t t_ns = clock_of(lane.device).time_of(event, lane.incomplete_ns, polled_ns);
-      reader.completed(lane, data, t_ns);
+      call_reader([&] { reader.completed(lane, data, t_ns); });
       std::lock_guard<std::mutex> guard(lock);
       if (event != nullptr) pool.push_back(std::move(event));
     }
@@ -305,7 +317,7 @@ struct DeviceEvents {
       pending = lane.pending.size();
       if (pending != 0) next = lane.pending.front()->data;
     }
-    reader.waits(lane, pending, pending == 0 ? nullptr : &next);
+    call_reader([&] { reader.waits(lane, pending, pending == 0 ? nullptr : &next); });
   }
 
   void harvest_all() {
@@ -321,7 +333,7 @@ struct DeviceEvents {
       }
       harvest(*lane);
     }
-    if (is_on) reader.polled(now_ns(), skipped);
+    call_reader([&] { reader.polled(now_ns(), skipped); });
   }
 
   void run() {
