@@ -654,6 +654,30 @@ print(json.dumps(part.device_status()["harvested"]))
     assert harvested == 3
 
 
+def test_marks_beside_a_sub_interpreter(tools: Tools, tmp_path: Path) -> None:
+    """Collectives are marked in a process that has created a sub-interpreter, although Python then
+    says of each thread that it has the GIL."""
+    status = tools.run(
+        """
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+join_group(sim, folder)
+x = buffer()
+with torchwhere.watch(out=folder / "run"):
+    interpreters.destroy(interpreters.create())
+    for _ in range(4):
+        dist.all_reduce(x)
+    settle(8)
+    status = part.device_status()
+print(json.dumps(status))
+""",
+        tmp_path,
+    )
+    assert (status["marked"], status["problem"]) == (8, "")
+
+
 def test_a_full_queue_blocks_one_thread_only(tools: Tools, tmp_path: Path) -> None:
     """A stream takes a limited number of tasks. A mark on a full stream waits, like any work of the
     job. Meanwhile other threads have the GIL, and the marks of other streams are read."""

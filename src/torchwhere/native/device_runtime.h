@@ -92,10 +92,21 @@ class WithGil {
   PyGILState_STATE state_;
 };
 
+// Whether this thread has the GIL. `PyGILState_Check` says so of every thread, once the process has
+// created a sub-interpreter.
+inline bool has_gil() {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyThreadState* running = PyThreadState_GetUnchecked();
+#else
+  PyThreadState* running = _PyThreadState_UncheckedGet();
+#endif
+  return running != nullptr && running == PyGILState_GetThisThreadState();
+}
+
 // Releases the GIL, if this thread has it.
 class WithoutGil {
  public:
-  WithoutGil() : thread_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  WithoutGil() : thread_(has_gil() ? PyEval_SaveThread() : nullptr) {}
   ~WithoutGil() {
     if (thread_ != nullptr) PyEval_RestoreThread(thread_);
   }
