@@ -195,16 +195,32 @@ thread.join(60)
 """
 
 
-def test_an_uncaught_exception_of_cpp(library: Path, tmp_path: Path) -> None:
+# Sets a handler between two watches, which calls the one that it has found.
+CHAINED = JOB.replace(
+    "throw =",
+    """
+library = ctypes.CDLL("libstdc++.so.6")
+set_handler, type_ = library._ZSt13set_terminatePFvvE, ctypes.CFUNCTYPE(None)
+set_handler.restype = ctypes.c_void_p
+handler = type_(lambda: type_(before)())
+before = set_handler(handler)
+torchwhere.stop()
+torchwhere.start(out=sys.argv[1])
+throw =""",
+)
+
+
+@pytest.mark.parametrize("job", [JOB, CHAINED])
+def test_an_uncaught_exception_of_cpp(job: str, library: Path, tmp_path: Path) -> None:
     """A C++ exception that ends a process is in the verdict, which calls it an error of the
-    device."""
-    command = [sys.executable, "-c", JOB, str(tmp_path / "run")]
+    device. The handlers of others still run."""
+    command = [sys.executable, "-c", job, str(tmp_path / "run")]
     env = os.environ | {"XDG_CACHE_HOME": str(library.parent.parent), SWITCH: "1"}
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == -6
-    assert "terminate called after throwing" in done.stderr  # the handler below still runs
+    assert "terminate called after throwing" in done.stderr  # by the first handler
     verdict = diagnose_folder(tmp_path / "run")
     assert (verdict.kind, verdict.culprits) == ("dead", (0,))
     assert verdict.explanation[0] == "Rank 0 exited: Aborted: CUDA error: misaligned address."

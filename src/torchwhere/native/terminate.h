@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <string>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -20,7 +21,8 @@ constexpr const char* UNCAUGHT = "Uncaught C++ exception: ";  // `processes/faul
 constexpr size_t MOST_MESSAGE = 4096;
 
 inline std::atomic<int> message_file{-1};  // a file descriptor
-inline std::terminate_handler handler_below = nullptr;
+inline std::terminate_handler handler_below = nullptr;  // the one that the last watch found
+inline std::terminate_handler first_handler = nullptr;  // the one that the first watch found
 
 // Functions of the C++ library that torch uses. Libraries of NVIDIA contain copies of it, and the
 // linker may bind this extension to such a copy, which knows no exception of torch.
@@ -71,7 +73,10 @@ inline std::string uncaught_message() {
       if (::write(file, message.data(), message.size()) < 0) message.clear();  // the disk is full
     }
   }
-  if (handler_below != nullptr) handler_below();
+  // A handler on top of this one may be the one below it too, since a later watch, and call it again.
+  static thread_local bool is_running = false;
+  auto next = std::exchange(is_running, true) ? first_handler : handler_below;
+  if (next != nullptr) next();
   std::abort();
 }
 
@@ -83,6 +88,7 @@ inline PyObject* terminate_begin(PyObject*, PyObject* file) {
   std::terminate_handler before = cpp_library().get();
   if (before != write_uncaught) {
     handler_below = before;
+    if (first_handler == nullptr) first_handler = before;
     cpp_library().set(write_uncaught);
   }
   Py_RETURN_NONE;
