@@ -66,6 +66,7 @@ values = {
     "long": torch.tensor(-(2**63)),
     "byte": torch.tensor([255], dtype=torch.uint8),
     "bool": torch.tensor([True, False]),
+    "bytes": torch.tensor([2, 0], dtype=torch.uint8).view(torch.bool),
     "special": torch.tensor([[float("nan"), float("inf")], [float("-inf"), -0.0]]),
     "large": torch.zeros(17),
     "empty": torch.zeros(0),
@@ -94,6 +95,7 @@ print("{}")
         "long": -(2**63),
         "byte": [255],
         "bool": [True, False],
+        "bytes": [True, False],
         "large": "tensor of shape [17], torch.float32, on simulated:0",
         "empty": "tensor of shape [0], torch.float32, on simulated:0",
         "complex": "tensor of shape [], torch.complex64, on simulated:0",
@@ -124,6 +126,26 @@ print(json.dumps(raised))
         tmp_path,
     )
     assert "symbolic" in raised
+
+
+def test_a_text_that_was_overwritten_at_once(tools: Tools, tmp_path: Path) -> None:
+    """If texts of other threads overwrite a note before the extension reads it, its length may be any
+    number: nothing outside the box is read."""
+    tools.run(
+        """
+from torchwhere.api import watch
+
+loss = torch.tensor(0.5, device="simulated")
+with torchwhere.watch(out=folder / "run"):
+    box = watch._current.recorder.box
+    at = box.geometry.texts_at
+    box._map[at : at + 16] = b"\\xff" * 16
+    part.device_note(box.native_box, at, 0, [loss._cdata], [0])
+    settle(1)
+print("{}")
+""",
+        tmp_path,
+    )
 
 
 @captures

@@ -5,6 +5,7 @@
 // overwritten meanwhile stays as it is.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <locale>
 #include <sstream>
@@ -56,7 +57,8 @@ inline std::string json_of(const Numbers& numbers, size_t at) {
     case at::kShort: return std::to_string(number_at<int16_t>(numbers, at));
     case at::kChar: return std::to_string(number_at<int8_t>(numbers, at));
     case at::kByte: return std::to_string(number_at<uint8_t>(numbers, at));
-    case at::kBool: return number_at<bool>(numbers, at) ? "true" : "false";
+    // a view of other bytes as bool may hold any byte
+    case at::kBool: return number_at<uint8_t>(numbers, at) != 0 ? "true" : "false";
     default: return NOT_READ;  // another type
   }
 }
@@ -70,14 +72,20 @@ class OpenText {
     const char* stored = reinterpret_cast<const char*>(box->words) + text_at;
     uint32_t length;
     std::memcpy(&length, stored + TEXT_LENGTH_AT, sizeof(length));
-    copy_.assign(stored, TEXT_HEAD + length);
+    // Texts of other threads may have gone all around the ring meanwhile.
+    uint64_t most = static_cast<uint64_t>(box->view.len) - text_at - TEXT_HEAD;
+    copy_.assign(stored, TEXT_HEAD + std::min<uint64_t>(length, most));
   }
 
   // Replaces the placeholder at an offset of the payload. Does nothing if the box was closed, or if
   // it is the box of another watch.
   void set(Box* box, size_t offset, std::string json) {
+    std::unique_lock<std::mutex> guard(lock_, std::try_to_lock);
+    if (!guard) {  // the harvester has it, and if its store faults, it waits for the GIL
+      WithoutGil without_gil;
+      guard.lock();
+    }
     if (box->words == nullptr || box->id != box_id_) return;
-    std::lock_guard<std::mutex> guard(lock_);
     char* stored = reinterpret_cast<char*>(box->words) + text_at_;
     size_t at = TEXT_HEAD + offset;
     bool is_overwritten = std::memcmp(stored, copy_.data(), TEXT_HEAD) != 0;
