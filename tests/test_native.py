@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -449,6 +450,27 @@ def test_its_trial(
             else contextlib.nullcontext()
         ):
             self_test.try_out()
+
+
+def test_its_trial_frees_the_model_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If DDP frees its group, torch waits for a thread of gloo with the GIL held: a deadlock, if that
+    thread frees a tensor."""
+    real, reducers, left = dist.destroy_process_group, weakref.WeakSet[Any](), []
+
+    def destroy() -> None:
+        left.append(len(reducers))
+        real()
+
+    def watched() -> Iterator[None]:
+        yield
+        reducers.update(ddp.reducer for ddp in gc.get_objects() if isinstance(ddp, DDP))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", destroy)
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        self_test._train(contextlib.contextmanager(watched)())
+    assert left == [0]
 
 
 def test_there_is_nothing_to_check(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

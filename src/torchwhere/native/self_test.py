@@ -7,6 +7,7 @@ separate process (`torchwhere native --check`): a library that crashes ends this
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -83,21 +84,30 @@ def _watched(folder: Path, *, is_native: bool) -> tuple[list[torch.Tensor], list
 
 def _train(watch: AbstractContextManager[Any]) -> list[torch.Tensor]:
     torch.manual_seed(0)
+    # Free the model before the group. Else DDP frees the group with the GIL held, and waits for a
+    # thread of gloo, which may need the GIL to free a tensor.
+    with _process_group():
+        try:
+            return _train_model(watch)
+        finally:
+            gc.collect()
+
+
+def _train_model(watch: AbstractContextManager[Any]) -> list[torch.Tensor]:
     model: nn.Module = nn.Sequential(
         *(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(_LAYERS))
     )
-    with _process_group():
-        if _has_gloo():
-            model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with watch:
-            for _ in range(_STEPS):
-                loss = model(torch.rand(2, _WIDTH)).sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if _has_gloo():
-                    dist.all_reduce(loss.detach())
+    if _has_gloo():
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch:
+        for _ in range(_STEPS):
+            loss = model(torch.rand(2, _WIDTH)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if _has_gloo():
+                dist.all_reduce(loss.detach())
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
