@@ -45,6 +45,11 @@ class RunSummary(Shown, Generic[B]):
     notes: Sequence[str] = ()  # other caveats
 
     @property
+    def is_of_dumps(self) -> bool:
+        """Whether it was read from dumps of the flight recorder."""
+        return self.noun == "dump"
+
+    @property
     def world_size(self) -> int:
         """The number of ranks of the job."""
         sizes = [box.meta.get("world_size") for box in self.summaries.values()]
@@ -90,9 +95,7 @@ class RunSummary(Shown, Generic[B]):
         missing = self.missing
         if missing:
             count, total = len(self.boxes), self.world_size
-            are = (
-                f"{count} of {total} ranks" if self.noun == "dump" else watched_phrase(count, total)
-            )
+            are = f"{count} of {total} ranks" if self.is_of_dumps else watched_phrase(count, total)
             caveats.append(f"{are}: no {self.noun} of {ranks_phrase(missing, most=8)}")
         of_ranks = []
         for rank, box in sorted(self.summaries.items()):

@@ -80,7 +80,7 @@ class Context:
         """How a verdict names the group of a stream. In dumps, all groups of a kind may have the
         same description."""
         group = self.job_calls.group(key)
-        if self.run.noun != "dump" or self._titles[group.title] < 2:
+        if not self.run.is_of_dumps or self._titles[group.title] < 2:
             return group.title
         return f"{group.title} ({group.name}: {ranks_phrase(group.ranks)})"
 

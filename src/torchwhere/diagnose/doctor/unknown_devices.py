@@ -11,7 +11,7 @@ _UNSEEN_NS = 5_000_000_000  # a device is looked at 50 times a second
 def unknown_devices(context: Context) -> list[int]:
     """Ranks that use an accelerator on which nothing was marked, or at which torchwhere looked long
     before the rank was last seen alive. Dumps have another source."""
-    if context.run.noun == "dump":
+    if context.run.is_of_dumps:
         return []
     return [
         rank

@@ -153,7 +153,7 @@ def _ended_unfinished_text(cause: EndedUnfinished, context: Context) -> list[str
 
 def _partly_watched_text(cause: PartlyWatched, context: Context) -> list[str]:
     of_watched = explain(cause.of_watched, context)
-    if context.run.noun == "dump":
+    if context.run.is_of_dumps:
         return dumps.partly_dumped_text(cause, context, of_watched)
     return [*no_fault.partly_watched_text(cause, context), *of_watched]
 

@@ -122,7 +122,7 @@ def numbered_call_text(context: Context, call: CallRef | Wait) -> str:
 
 def records_text(context: Context) -> str:
     """What the verdict was read from."""
-    return "dumps" if context.run.noun == "dump" else "boxes"
+    return "dumps" if context.run.is_of_dumps else "boxes"
 
 
 def survived_text(error: Event | None) -> list[str]:

@@ -81,14 +81,15 @@ def first_mismatch(context: Context, differences: Sequence[Mismatch]) -> Finding
             difference.key, difference.number
         ),
     )
-    if first.is_tie and context.run.noun == "dump" and (wrong := outvoted(job_calls, first)):
-        first = replace(first, deviated=wrong, is_outvoted=True)
+    if first.is_tie and context.run.is_of_dumps:
+        wrong = outvoted(job_calls, first)
+        first = replace(first, deviated=wrong, is_outvoted=bool(wrong))
     is_exact = first.aspect == "signature" and first.is_certain
     blocked_s = blocked_ranks(context)
     are_all_blocked = len(blocked_s) == len(job_calls.by_rank) and context.timing.is_live
     cause = _cause(job_calls, first, tuple(sorted(blocked_s)))
     # dumps of two ranks are often those of a larger job: one of the two is not to blame
-    if first.is_tie and context.run.noun == "dump":
+    if first.is_tie and context.run.is_of_dumps:
         cause = replace(cause, names_culprits=False)
     return Finding(
         VerdictKind.MISMATCH,
