@@ -131,7 +131,7 @@ print(json.dumps(raised))
 def test_a_text_that_was_overwritten_at_once(tools: Tools, tmp_path: Path) -> None:
     """If texts of other threads overwrite a note before the extension reads it, its length may be any
     number: nothing outside the box is read."""
-    tools.run(
+    harvested, problem = tools.run(
         """
 from torchwhere.api import watch
 
@@ -142,10 +142,14 @@ with torchwhere.watch(out=folder / "run"):
     box._map[at : at + 16] = b"\\xff" * 16
     part.device_note(box.native_box, at, 0, [loss._cdata], [0])
     settle(1)
-print("{}")
+    harvested = part.device_status()["harvested"]
+print(json.dumps([harvested, part.device_status()["problem"]]))
 """,
         tmp_path,
     )
+    assert (harvested, problem) == (1, "")
+    (end,) = torchwhere.read_run(tmp_path / "run").events(kinds={"end"})
+    assert end.fields["reason"] == "stop"
 
 
 @captures
