@@ -20,6 +20,7 @@ from bench.contenders import (
     AGAIN,
     CONTENDERS,
     MODULE_EVENTS,
+    NO_DEVICE,
     PYTHON,
     PYTHON_EVENTS,
     TORCHWHERE,
@@ -28,6 +29,8 @@ from bench.contenders import (
 )
 from bench.figures import TARGETS, Column, column
 from bench.workloads import CPU, Workload
+
+OWN = (UNWATCHED, TORCHWHERE, MODULE_EVENTS, NO_DEVICE, PYTHON, PYTHON_EVENTS, AGAIN)
 
 
 def main() -> int:
@@ -45,7 +48,9 @@ def main() -> int:
         for workload in workloads[arguments.device]
         if _is_wanted(workload.key, arguments.only)
     ]
-    columns = [_measure(workload, alone=arguments.alone) for workload in chosen]
+    columns = [
+        _measure(workload, device=arguments.device, alone=arguments.alone) for workload in chosen
+    ]
     if _is_wanted("import", arguments.only):
         columns.append(imports.column())
     keys = [
@@ -89,14 +94,14 @@ def _is_wanted(key: str, only: Sequence[str] | None) -> bool:
     return only is None or key in only
 
 
-def _measure(workload: Workload, *, alone: bool) -> Column:
+def _measure(workload: Workload, *, device: str, alone: bool) -> Column:
     start = time.monotonic()
-    names = (
-        (UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, AGAIN)
-        if alone
-        else workload.contenders
-    )
-    contenders = [contender for contender in CONTENDERS if names is None or contender.name in names]
+    names = set(workload.contenders or [contender.name for contender in CONTENDERS])
+    if alone:
+        names.intersection_update(OWN)
+    if device == "cpu":
+        names.discard(NO_DEVICE)
+    contenders = [contender for contender in CONTENDERS if contender.name in names]
     measured = column(workload, rounds.run(workload, contenders))
     seconds = time.monotonic() - start
     print(f"{workload.key}: {measured.rounds} rounds, {seconds:.0f} s", file=sys.stderr)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ UNWATCHED = "unwatched"
 AGAIN = "unwatched, again"  # shows the noise of the run, and what other tools left behind
 TORCHWHERE = "torchwhere"
 MODULE_EVENTS = "torchwhere, module events"
+NO_DEVICE = "torchwhere, no device progress"  # the collectives are recorded, no marks are set
 # without the native extension, as on a machine without a compiler
 PYTHON = "torchwhere, Python only"
 PYTHON_EVENTS = "torchwhere, Python only, module events"
@@ -60,16 +62,23 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def _watched(
-    model: nn.Module | None, *, module_events: bool = False, native: bool = True
+    model: nn.Module | None,
+    *,
+    module_events: bool = False,
+    native: bool = True,
+    device: bool = True,
 ) -> Iterator[None]:
     import torchwhere
+    from torchwhere.hooks.device import DeviceHook
 
     warnings = _Warnings()
+    without_device = mock.patch.object(DeviceHook, "install", return_value=[])
     logging.getLogger("torchwhere").addHandler(warnings)
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = str(int(native))
     try:
         with (
+            nullcontext() if device else without_device,
             tempfile.TemporaryDirectory() as folder,
             torchwhere.watch(model, out=folder, module_events=module_events),
         ):
@@ -130,6 +139,7 @@ CONTENDERS = (
     Contender(UNWATCHED, lambda _model: nullcontext()),
     Contender(TORCHWHERE, _watched),
     Contender(MODULE_EVENTS, partial(_watched, module_events=True)),
+    Contender(NO_DEVICE, partial(_watched, device=False)),
     Contender(PYTHON, partial(_watched, native=False)),
     Contender(PYTHON_EVENTS, partial(_watched, native=False, module_events=True)),
     Contender(MOD_TRACKER, _mod_tracker),

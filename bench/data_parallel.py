@@ -1,5 +1,5 @@
-"""Workloads with DDP and FSDP2: buckets of a tiny model on a CPU, and steps of GPT-2 124M in bf16
-on a GPU. One rank; `bench.ranks` uses several.
+"""Workloads with DDP and FSDP2: buckets of a tiny model on a CPU; on a GPU, steps of GPT-2 124M in
+bf16, and collectives of NCCL. One rank; `bench.ranks` uses several.
 
 With batch 1 the GPU waits for the CPU, so a step shows what watching costs the CPU. Batch 8 keeps
 the GPU busy. With one rank, DDP still all-reduces its buckets, and FSDP2 skips its collectives.
@@ -22,6 +22,7 @@ from bench.contenders import (
     COMM_DEBUG_ANEW,
     MOD_TRACKER,
     MODULE_EVENTS,
+    NO_DEVICE,
     PYTHON,
     PYTHON_EVENTS,
     TORCHWHERE,
@@ -31,6 +32,7 @@ from bench.gpt2 import GPT2, Size
 from bench.workloads import Job, Workload, training_step
 
 BUCKETS = 20
+NCCL_COLLECTIVES = 250  # per step
 GPT2_124M = Size(layers=12, heads=12, width=768, vocabulary=50257, sequence=1024, batch=1)
 THIN = Size(layers=12, heads=2, width=32, vocabulary=64, sequence=16, batch=1)
 TINY = Size(layers=2, heads=2, width=32, vocabulary=64, sequence=16, batch=1)
@@ -153,4 +155,36 @@ CPU = (
         budget_s=40,
     ),
 )
-CUDA = tuple(_workload(wrap, batch) for wrap in (ddp, fsdp2) for batch in (1, 8))
+
+
+@contextmanager
+def _nccl_collectives() -> Iterator[Job]:
+    """On one rank NCCL launches no kernel: the time is that of the CPU, and of the marks."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    tensor = torch.ones(1, device="cuda")
+
+    def step() -> None:
+        for _ in range(NCCL_COLLECTIVES):
+            dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+
+    try:
+        yield Job(step)
+    finally:
+        dist.destroy_process_group()
+
+
+CUDA = (
+    Workload(
+        "nccl",
+        "all_reduce, us each",
+        _nccl_collectives,
+        steps=8,
+        units=NCCL_COLLECTIVES,
+        contenders=(UNWATCHED, TORCHWHERE, NO_DEVICE, PYTHON, AGAIN),
+        clock=time.perf_counter,
+        forks=False,
+        budget_s=20,
+    ),
+    *(_workload(wrap, batch) for wrap in (ddp, fsdp2) for batch in (1, 8)),
+)

@@ -146,6 +146,7 @@ TARGETS = (
     Target("collectives", "at most 20 us a collective"),
     Target("buckets", "at most 20 us a collective (DDP, in backward)"),
     Target("buckets", "the same, Python only", PYTHON),
+    Target("nccl", "at most 20 us a collective (NCCL)"),
     Target("ddp_batch1", "at most 2 % of a CPU-bound step (DDP)"),
     Target("ddp_batch1", "the same, Python only", PYTHON),
     Target("fsdp2_batch1", "at most 2 % of a CPU-bound step (FSDP2)"),

@@ -1,10 +1,10 @@
 """`python -m bench.ranks --ranks 4 --model fsdp2 --batch 16`: what a watch adds to a step of GPT-2
 with several ranks on one GPU.
 
-Blocks of watched and unwatched steps alternate in all ranks at the same time. `--without` leaves
-out a part of the device progress, to find what costs time: the ranks then run a changed copy of the
-package with its own native extension. `--device cpu` uses gloo and a tiny model: it shows that the
-script works, and no cost that matters.
+Blocks of steps alternate in all ranks at the same time: unwatched, watched, watched without device
+progress, and unwatched again. `--without` leaves out a part of the device progress, to find what
+costs time: the ranks then run a changed copy of the package with its own native extension.
+`--device cpu` uses gloo and a tiny model: it shows that the script works, and no cost that matters.
 
 The ranks share the GPU as in `tests/nccl_jobs.py`, through a daemon of MPS if the machine has one.
 """
@@ -69,12 +69,6 @@ PARTS = {
         r"(HARVEST_EVERY = std::chrono::milliseconds)\(\d+\)",
         r"\1(1000)",
     ),
-    "device": Part(
-        "no device progress",
-        "hooks/device.py",
-        r"(?m)^( +)def _begin\(self\) -> None:",
-        r"\g<0>\n\1    return",
-    ),
 }
 
 
@@ -98,7 +92,7 @@ def main() -> int:
     if answers is None:
         print("bench.ranks: a rank failed", file=sys.stderr)
         return 1
-    print(_text(arguments, answers))
+    print(json.dumps(answers) if arguments.json else _text(arguments, answers))
     return 0
 
 
@@ -119,6 +113,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each kind")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a block")
     parser.add_argument("--without", nargs="+", choices=PARTS, default=[], help=parts)
+    parser.add_argument("--json", action="store_true", help="print the seconds of every round")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -226,7 +221,10 @@ def mps(
 
 
 def _text(arguments: argparse.Namespace, answers: dict[str, Any]) -> str:
-    unwatched, watched, again = answers["seconds"]
+    from bench.contenders import AGAIN, NO_DEVICE, TORCHWHERE, UNWATCHED
+
+    seconds = answers["seconds"]
+    unwatched = seconds[UNWATCHED]
     marks = "Python only" if answers["marks"] is None else f"{answers['marks']:.0f} marks in a step"
     without = f", without {', '.join(arguments.without)}" if arguments.without else ""
     return "\n".join(
@@ -237,8 +235,9 @@ def _text(arguments: argparse.Namespace, answers: dict[str, Any]) -> str:
                 f"{statistics.median(unwatched) * 1e3:.1f} ms per step unwatched, "
                 f"{marks}, {len(unwatched)} rounds"
             ),
-            f"  added by torchwhere: {_added(unwatched, watched)}",
-            f"  nothing (unwatched, a second time): {_added(unwatched, again)}",
+            f"  added by torchwhere: {_added(unwatched, seconds[TORCHWHERE])}",
+            f"  without device progress: {_added(unwatched, seconds[NO_DEVICE])}",
+            f"  nothing (unwatched, a second time): {_added(unwatched, seconds[AGAIN])}",
         ]
     )
 
@@ -261,7 +260,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from bench import data_parallel, rounds
-    from bench.contenders import AGAIN, CONTENDERS, TORCHWHERE, UNWATCHED
+    from bench.contenders import AGAIN, CONTENDERS, NO_DEVICE, TORCHWHERE, UNWATCHED
     from bench.workloads import Workload
     from torchwhere.native.load import SWITCH, native
 
@@ -286,7 +285,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         forks=False,
         budget_s=math.inf,  # all ranks run the same number of rounds
     )
-    names = (UNWATCHED, TORCHWHERE, AGAIN)
+    names = (UNWATCHED, TORCHWHERE, NO_DEVICE, AGAIN)
     contenders = [contender for contender in CONTENDERS if contender.name in names]
     times = rounds.run(workload, contenders, most_rounds=arguments.rounds)
     for of_contender in times:
@@ -295,7 +294,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     extension = native()
     marked = None if extension is None else int(extension.device_status()["marked"])
     answers = {
-        "seconds": [of_contender.seconds for of_contender in times],
+        "seconds": {of_contender.contender: of_contender.seconds for of_contender in times},
         "marks": None if marked is None else marked / (workload.steps + workload.warm_steps),
     }
     print(json.dumps(answers), flush=True)

@@ -17,6 +17,7 @@ RESULT = re.compile(
     r"2 ranks, (\w+), batch 1, sequence 16, cpu.*: \d+\.\d ms per step unwatched,"
     r" (0 marks in a step|Python only), 2 rounds\n"
     r"  added by torchwhere: -?\d+\.\d % \(quartiles -?\d+\.\d and -?\d+\.\d\)\n"
+    r"  without device progress: -?\d+\.\d % .*\n"
     r"  nothing \(unwatched, a second time\): -?\d+\.\d % .*\n"
 )
 
@@ -33,7 +34,7 @@ def test_a_part_is_left_out(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "options"), [("ddp", ()), ("fsdp2", ("--without", "device", "polling"))]
+    ("model", "options"), [("ddp", ()), ("fsdp2", ("--without", "places", "polling"))]
 )
 def test_on_a_cpu(model: str, options: tuple[str, ...]) -> None:
     """Two ranks on gloo measure a tiny model."""
@@ -49,7 +50,7 @@ def test_on_a_cpu(model: str, options: tuple[str, ...]) -> None:
     match = RESULT.fullmatch(done.stdout)
     assert match, done.stdout + done.stderr
     assert match[1] == model
-    assert ("without device, polling" in done.stdout) == bool(options)
+    assert ("without places, polling" in done.stdout) == bool(options)
 
 
 def test_a_rank_that_fails() -> None:
