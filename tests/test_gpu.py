@@ -32,6 +32,7 @@ from torchwhere.core.events import Kind
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.flight_recorder.verdict import consult_dumps
 from torchwhere.native.build import build
+from torchwhere.native.load import SWITCH
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.recorder.nccl_variables import missing_variables
 
@@ -118,7 +119,7 @@ def job_variables() -> dict[str, str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return {
-        "TORCHWHERE_NATIVE": "1",
+        SWITCH: "1",
         "WORLD_SIZE": str(WORLD),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -227,10 +228,12 @@ def test_dumps(name: str, verdicts: dict[str, Future[Verdicts]]) -> None:
         assert expected.allows(verdict.kind, verdict.culprits), (kind, verdict)
 
 
-def test_places_without_collectives(tmp_path: Path) -> None:
+def test_places_without_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The place of the device is known in a job of one process that issues no collective."""
     import torchwhere
 
+    build()
+    monkeypatch.setenv(SWITCH, "1")
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).cuda()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     torchwhere.start(out=tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from simulated_programs import PROGRAM, Tools
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.device import device_times, device_waits
+from torchwhere.blackbox.device import device_times, device_waits, ends_are_bounds
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
@@ -39,7 +39,8 @@ def collectives_in(box: Box) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def test_a_wait_for_an_event(tools: Tools, tmp_path: Path) -> None:
     """The stream of the job works for 0.1 s, then it waits for a collective on another stream, which
-    is busy for 0.4 s. The collective keeps its own end, and a second wait changes nothing."""
+    is busy for 0.4 s. The end of that wait is the end of the collective, and a second wait changes
+    nothing."""
     tools.run(
         BEGIN
         + """
@@ -71,6 +72,45 @@ print("{}")
     assert steps is not None
     assert (steps.by_rank[0].exposed_ns > 0).tolist() == [True]
     assert (steps.by_rank[0].hidden_ns + steps.by_rank[0].unclear_ns).tolist() == [0]
+
+
+def test_a_collective_that_ends_before_the_wait_for_it(tools: Tools, tmp_path: Path) -> None:
+    """A collective ends on its own stream while the stream of the job works for 0.4 s. Its end is
+    only known to be before the next look at the device, or before the next mark on its stream. The
+    device counts it as done, and its time as hidden."""
+    tools.run(
+        BEGIN
+        + """
+with torchwhere.watch(out=folder / "run"):
+    torchwhere.step(1)
+    current_stream().wait_event(issue())  # the first one takes long
+    settle(part.device_status()["marked"])
+    torchwhere.step(2)
+    done, next_done = issue(), issue()
+    sim.kernel(0.4)
+    current_stream().wait_event(done)
+    current_stream().wait_event(next_done)
+    dist.all_reduce(x)
+    torchwhere.step(3)
+    settle(part.device_status()["marked"])
+print("{}")
+""",
+        tmp_path,
+    )
+    box = read_box(tmp_path / "run" / "rank0.box")
+    at = collectives_in(box)[1:]
+    (reached_ns, done_ns), (waited_ns, _) = device_times(box), device_waits(box)
+    assert ends_are_bounds(box)[at].tolist() == [True, True, False]
+    took_s = (done_ns[at] - reached_ns[at]) / 1e9
+    assert (took_s >= 0).all()
+    assert (took_s < 0.25).all()  # less than the wait was away
+    assert done_ns[at[0]] <= reached_ns[at[1]]  # the next mark on its stream
+    assert (waited_ns[at[:2]] > done_ns[at[:2]]).all()
+    device = phases(read_run(tmp_path / "run")).device
+    assert device is not None
+    steps = device.by_rank[0].chosen(device.by_rank[0].steps == 2)
+    assert steps.open_calls.tolist() == [0]
+    assert steps.exposed_ns[0] < 0.1e9
 
 
 def test_waits_that_do_not_count(tools: Tools, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torchwhere.blackbox.file_format import (
     CPU_DELAY_SHIFT,
     CURSOR_BYTES,
     CURSOR_HEARTBEAT,
+    DONE_MASK,
     NO_CALL,
     NO_STEP,
     TIMES_DONE,
@@ -310,7 +311,7 @@ class Box(Shown):
         times = {
             "reached_ns": words[TIMES_REACHED],
             "waited_ns": waited_ns,
-            "done_ns": words[TIMES_DONE],
+            "done_ns": words[TIMES_DONE] & DONE_MASK,
         }
         return {name: self.wall_ns(t_ns) for name, t_ns in times.items() if t_ns}
 

@@ -20,6 +20,8 @@ from torchwhere.blackbox.device_place import (
     read_lanes,
 )
 from torchwhere.blackbox.file_format import (
+    DONE_BEFORE,
+    DONE_MASK,
     FLAG_ON_DEVICE,
     TIMES_BYTES,
     TIMES_DONE,
@@ -34,6 +36,7 @@ from torchwhere.blackbox.file_format import (
 )
 from torchwhere.blackbox.replays import NO_ROW, replay_rows
 from torchwhere.blackbox.string_table import group_of, op_of
+from torchwhere.core.arrays import Bools
 from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place, unknown_place
@@ -139,15 +142,23 @@ def _first_unreached(lane: DeviceLane) -> int:
 def device_times(box: Box) -> tuple[Words, Words]:
     """The times when the device reached and finished each record of the box; 0: unknown.
 
-    A collective of a CUDA graph has the times of the replay: there are no marks inside a graph.
-    Times are on the clock of the records (`Box.wall_ns`).
+    It may have finished before that time: see `ends_are_bounds`. A collective of a CUDA graph has
+    the times of the replay: there are no marks inside a graph. Times are on the clock of the
+    records (`Box.wall_ns`).
     """
     times = _times(box)
     if box.has_device:
         replays = replay_rows(box)
         is_replayed = replays != NO_ROW
         times[is_replayed] = times[replays[is_replayed]]
-    return times[:, TIMES_REACHED], times[:, TIMES_DONE]
+    return times[:, TIMES_REACHED], times[:, TIMES_DONE] & np.uint64(DONE_MASK)
+
+
+def ends_are_bounds(box: Box) -> Bools:
+    """For each record of the box, whether the device may have finished it before the time that
+    `device_times` gives. So it is for collectives on other streams than that of the job."""
+    are_bounds: Bools = _times(box)[:, TIMES_DONE] & np.uint64(DONE_BEFORE) != 0
+    return are_bounds
 
 
 def device_waits(box: Box) -> tuple[Words, npt.NDArray[np.int64]]:

@@ -16,6 +16,7 @@ from torchwhere.blackbox.file_format import (
     COUNTER_COUNT,
     COUNTER_STREAM,
     COUNTER_TIME,
+    DONE_MASK,
     LANE_BYTES,
     LANE_STREAM,
     NO_STEP,
@@ -142,7 +143,7 @@ def _last_call(source: DeviceSource, lane: DeviceLane) -> tuple[int | None, Call
     if waited[TIMES_WAITED] & WAITED_MASK == lane.t_ns and waited[TIMES_REACHED]:
         return following, CallState.RUNNING  # the stream waits for a collective on another stream
     times = _times(source, lane.record)
-    if times[TIMES_DONE] == lane.t_ns:
+    if times[TIMES_DONE] & DONE_MASK == lane.t_ns:
         return lane.record, CallState.DONE
     if times[TIMES_REACHED] != lane.t_ns:
         return None, None

@@ -104,6 +104,8 @@ TIMES_LANE_SHIFT = 56
 TIMES_NUMBER_MASK = (1 << TIMES_LANE_SHIFT) - 1
 WAITED_LANE_SHIFT = 59
 WAITED_MASK = (1 << WAITED_LANE_SHIFT) - 1
+DONE_BEFORE = 1 << 63  # in the word of the end: it was done at that time or before
+DONE_MASK = DONE_BEFORE - 1
 # The stream of a counter in one word: an entry id above, then source + 1, then destination + 1.
 STREAM_ID_SHIFT = 40
 STREAM_SOURCE_SHIFT = 20

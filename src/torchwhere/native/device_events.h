@@ -3,6 +3,12 @@
 // A training thread records an event on its current stream and attaches data to it. When the event
 // completes, the device has executed everything that the stream had before it. Another thread, the
 // harvester, polls the events, computes when each completed, and passes the data to a reader.
+//
+// The device writes the time of an event when it executes it, which has a cost: an event with a time
+// behind a wait for another stream holds up other streams of the process (docs/overhead.md). An
+// event without a time does not. It completed at the latest at the next event of its stream that has
+// a time, or when the harvester found it complete.
+//
 // The number of events is bounded, and events are reused. Nothing here waits for the device, except
 // that a stream takes a limited number of tasks: recording an event on a full stream waits, as any
 // other work on it does. The thread then holds neither the lock nor the GIL.
@@ -45,7 +51,10 @@ struct PendingEvent {
   c10::Event event;
   uint64_t issued_ns = 0;
   Data data{};
-  explicit PendingEvent(c10::DeviceType type) : event(type, c10::EventFlag::BACKEND_DEFAULT) {}
+  PendingEvent(c10::DeviceType type, bool has_time)
+      : event(type, has_time ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT) {}
+
+  bool has_time() const { return event.flag() == c10::EventFlag::BACKEND_DEFAULT; }
 };
 
 // The events of one stream. They complete in the order in which they were recorded.
@@ -99,10 +108,11 @@ struct EventCounts {
 // -- all events of the process --------------------------------------------------------------------
 
 // Records events, and passes them to a `Reader` when they have completed. The reader has the type
-// `Data` of what is attached to an event, and these functions, all called by the harvester, without
-// the GIL and without the lock: `completed(lane, data, t_ns)`, `waits(lane, number of pending
-// events, data of the first or null)` and `polled(t_ns, number of skipped events)`. `opened(lane)` is
-// called by a training thread at the first event of a stream.
+// `Data` of what is attached to an event; its function `needs_time` says whether the event has a time.
+// The reader has these functions, all called by the harvester, without the GIL and without the lock:
+// `completed(lane, data, t_ns)`, `waits(lane, number of pending events, data of the first or null)`
+// and `polled(t_ns, number of skipped events)`. `opened(lane)` is called by a training thread at the
+// first event of a stream.
 //
 // Never freed: threads may still use it when the process exits.
 template <typename Reader>
@@ -117,7 +127,7 @@ struct DeviceEvents {
   std::mutex lock;
   std::condition_variable changed;
   std::vector<std::unique_ptr<Lane<Data>>> lanes;
-  std::vector<std::unique_ptr<Event>> pool;
+  std::vector<std::unique_ptr<Event>> pools[2];  // free events: without a time, with one
   size_t events = 0;     // number of events that exist
   size_t recording = 0;  // threads that record an event now
   std::vector<DeviceClock<Data>> clocks;  // only the harvester uses them
@@ -150,7 +160,7 @@ struct DeviceEvents {
         std::lock_guard<std::mutex> locked(lock);
         if (!is_on) return false;
         lane = is_captured ? nullptr : lane_of(stream);
-        event = lane == nullptr ? nullptr : free_event(stream.device());
+        event = lane == nullptr ? nullptr : free_event(stream.device(), data.needs_time());
         if (event == nullptr) {
           ++(is_captured ? counts.captured : counts.skipped);
           return false;
@@ -174,7 +184,7 @@ struct DeviceEvents {
       return true;
     }
     event->data = {};
-    pool.push_back(std::move(event));
+    give_back(std::move(event));
     changed.notify_all();
     return false;
   }
@@ -188,7 +198,7 @@ struct DeviceEvents {
     reader = new_reader;
     lanes.clear();
     clocks.clear();
-    events = pool.size();
+    events = pools[0].size() + pools[1].size();
     counts = {};
     is_running = is_on = true;
     return true;
@@ -209,7 +219,7 @@ struct DeviceEvents {
     for (auto& lane : lanes) {
       for (auto& event : lane->pending) {
         event->data = {};
-        pool.push_back(std::move(event));  // an event may be recorded again at any time
+        give_back(std::move(event));  // an event may be recorded again at any time
       }
     }
     lanes.clear();
@@ -249,7 +259,13 @@ struct DeviceEvents {
     return lanes.back().get();
   }
 
-  std::unique_ptr<Event> free_event(const c10::Device& device) {
+  void give_back(std::unique_ptr<Event> event) {
+    auto& pool = pools[event->has_time()];
+    pool.push_back(std::move(event));
+  }
+
+  std::unique_ptr<Event> free_event(const c10::Device& device, bool has_time) {
+    auto& pool = pools[has_time];
     for (size_t at = pool.size(); at-- > 0;) {
       if (pool[at]->event.device_index() != device.index() &&
           pool[at]->event.was_marked_for_recording())
@@ -259,9 +275,14 @@ struct DeviceEvents {
       pool.pop_back();
       return event;
     }
-    if (events == MOST_PENDING) return nullptr;
+    if (events == MOST_PENDING) {
+      auto& others = pools[!has_time];
+      if (others.empty()) return nullptr;
+      others.pop_back();
+      --events;
+    }
     ++events;
-    return std::make_unique<Event>(device.type());
+    return std::make_unique<Event>(device.type(), has_time);
   }
 
   DeviceClock<Data>& clock_of(const c10::Device& device) {
@@ -278,10 +299,19 @@ struct DeviceEvents {
     if (is_on) call();
   }
 
+  // Passes events without a time to the reader, which completed before `until_ns`.
+  void complete(
+      Lane<Data>& lane, std::vector<std::pair<Data, uint64_t>>& untimed, uint64_t until_ns) {
+    for (auto& [data, polled_ns] : untimed)
+      call_reader([&] { reader.completed(lane, data, std::min(polled_ns, until_ns)); });
+    untimed.clear();
+  }
+
   // Reads the completed events of one lane. Only the harvester removes events, so the front stays
   // valid without the lock.
   void harvest(Lane<Data>& lane) {
     c10::impl::VirtualGuardImpl(type).uncheckedSetDevice(lane.device);
+    std::vector<std::pair<Data, uint64_t>> untimed;  // events without a time, and when it was found
     while (is_on) {
       Event* front;
       {
@@ -304,11 +334,17 @@ struct DeviceEvents {
         ++counts.completed;
       }
       Data data = std::exchange(event->data, {});
-      uint64_t t_ns = clock_of(lane.device).time_of(event, lane.incomplete_ns, polled_ns);
-      call_reader([&] { reader.completed(lane, data, t_ns); });
+      if (event->has_time()) {
+        uint64_t t_ns = clock_of(lane.device).time_of(event, lane.incomplete_ns, polled_ns);
+        complete(lane, untimed, t_ns);
+        call_reader([&] { reader.completed(lane, data, t_ns); });
+      } else {
+        untimed.emplace_back(std::move(data), polled_ns);
+      }
       std::lock_guard<std::mutex> guard(lock);
-      if (event != nullptr) pool.push_back(std::move(event));
+      if (event != nullptr) give_back(std::move(event));
     }
+    complete(lane, untimed, UINT64_MAX);
     size_t pending;
     Data next{};
     {

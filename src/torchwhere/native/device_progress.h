@@ -4,7 +4,9 @@
 // issued, at the begin of a step, or when the place of the thread changes (`place_marks.h`). When it
 // completes, the device has reached that point. A second mark after a collective on the current
 // stream shows when the collective was done; for an asynchronous collective, marks around the wait
-// for it show that (`device_waits.h`). The reader of the events writes the times into the box.
+// for it show that (`device_waits.h`). If the current stream is not that of the job, as in FSDP, the
+// second mark has no time, and the end of the job's wait for it has (`stream_waits.h`). The reader of
+// the events writes the times into the box.
 #pragma once
 
 #include <ATen/Context.h>
@@ -26,7 +28,10 @@ constexpr int TIMES_NUMBER = 0, TIMES_REACHED = 1, TIMES_DONE = 2, TIMES_WAITED 
               TIMES_WORDS = 4;
 // The index of the lane plus 1: in the word of the number, and in that of the wait.
 constexpr int TIMES_LANE_SHIFT = 56, WAITED_LANE_SHIFT = 59;
+// In the word of the end: the collective was done at that time or before.
+constexpr uint64_t DONE_BEFORE = 1ull << 63;
 
+// ENDED: the collective is done, on a stream that is not that of the job; has no time.
 // WAITED: the stream has come to a wait for an asynchronous collective.
 // STREAM_WAITED, STREAM_PASSED: the stream has come to a wait for the stream of a collective, and has
 // passed it. The collective has its own marks on its stream.
@@ -36,7 +41,8 @@ enum class Point : int {
   PLACE = 2,
   WAITED = 3,
   STREAM_WAITED = 4,
-  STREAM_PASSED = 5
+  STREAM_PASSED = 5,
+  ENDED = 6
 };
 
 // `record` and `counter` are negative if there is none.
@@ -54,6 +60,8 @@ struct Mark {
   // of a wait for several collectives: all but the last one, which is `call`
   std::shared_ptr<const std::vector<MarkedCall>> others = nullptr;
   NumberCopyPtr numbers = nullptr;  // a copy before the mark
+
+  bool needs_time() const { return point != Point::ENDED; }
 };
 
 // Writes marks into the device sections of a box. All positions are indexes of words.
@@ -114,10 +122,9 @@ struct DeviceSections {
   }
 
   void reach(const MarkLane& lane, Point point, const MarkedCall& call, uint64_t t_ns) {
-    if (call.record >= 0 && point != Point::STREAM_PASSED)
-      set_time(lane, point, static_cast<uint64_t>(call.record) + 1, t_ns);
-    if ((point == Point::REACHED || point == Point::DONE) && call.counter >= 0)
-      count(point, call, t_ns);
+    if (call.record >= 0) set_time(lane, point, static_cast<uint64_t>(call.record) + 1, t_ns);
+    bool is_counted = point == Point::REACHED || point == Point::DONE || point == Point::ENDED;
+    if (is_counted && call.counter >= 0) count(point, call, t_ns);
   }
 
   // `number` is that of the record plus 1, as in the box. The marks of a collective may be on several
@@ -133,6 +140,8 @@ struct DeviceSections {
     uint64_t lane_number = lane.index + 1;
     if (point == Point::DONE)
       times_of[TIMES_DONE] = t_ns;
+    else if (point == Point::ENDED || point == Point::STREAM_PASSED)
+      times_of[TIMES_DONE] = earlier_end(times_of[TIMES_DONE], t_ns);
     else if (point == Point::WAITED)
       times_of[TIMES_WAITED] = t_ns | lane_number << WAITED_LANE_SHIFT;
     else if (point != Point::STREAM_WAITED)
@@ -146,8 +155,15 @@ struct DeviceSections {
       times_of[TIMES_NUMBER] = number;
   }
 
+  // The word of an end that is already known, and also lies before a time.
+  static uint64_t earlier_end(uint64_t known, uint64_t before_ns) {
+    bool is_exact = known != 0 && !(known & DONE_BEFORE);
+    if (is_exact || (known != 0 && (known & ~DONE_BEFORE) <= before_ns)) return known;
+    return before_ns | DONE_BEFORE;
+  }
+
   void count(Point point, const MarkedCall& call, uint64_t t_ns) {
-    bool is_done = point == Point::DONE;
+    bool is_done = point != Point::REACHED;
     uint64_t* progress = box->words + call.counter + progress_shift;
     uint64_t& count = progress[is_done ? PROGRESS_DONE : PROGRESS_REACHED];
     if (call.count <= count) return;  // a group may use several streams, as FSDP does

@@ -42,15 +42,23 @@ class StreamCalls {
 inline StreamCalls* stream_calls = new StreamCalls;  // never freed: threads may still use it at exit
 
 // Marks the end of a collective that has been launched and blocks the current stream.
-inline void mark_end(c10::DeviceIndex index, const Mark& mark) noexcept {
-  device_progress->mark(index, now_ns(), mark);
+//
+// If that is not the stream of the job, the mark has no time. The stream has nothing to execute until
+// the collective is done, and CUDA leaves it at that; an event with a time makes it wait on the
+// device, where other streams then wait behind it. On an H200 that four ranks shared, a step of FSDP2
+// became 7 % longer.
+inline void mark_end(c10::DeviceIndex index, Mark mark) noexcept {
   if (!device_progress->is_on) return;
   try {
     c10::impl::VirtualGuardImpl guard(device_progress->type);
     c10::Stream stream = guard.getStream(c10::Device(device_progress->type, index));
-    if (stream.id() != job_stream) stream_calls->add(stream, mark);
+    if (stream.id() != job_stream) {
+      mark.point = Point::ENDED;
+      stream_calls->add(stream, mark);
+    }
   } catch (const std::exception&) {  // not an error of the device: the wait will be unknown
   }
+  device_progress->mark(index, now_ns(), mark);
 }
 
 }  // namespace torchwhere

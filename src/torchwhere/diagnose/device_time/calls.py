@@ -5,12 +5,11 @@ device of the group did, and when it was done.
 `JobArrivals` finds the last device of each collective from the arrivals of all ranks. With that,
 `device_calls` gives the `DeviceCalls` of a rank, as columns in aligned time.
 
-A box has the end of each collective that runs on the current stream of the device. If that is not
-the stream of the job, as in FSDP, the box also has when the stream of the job came to the wait for
-it. Of an asynchronous collective it has when a stream came to the wait for it, and when the stream
-passed that wait. If the stream had to wait, it passed when the collective was done. Otherwise only
-a lower bound of the end is known: most collectives end on no rank before the last device has
-reached them.
+A box has the end of each collective that runs on the stream of the job. For one that is
+asynchronous or runs on a separate stream, as in FSDP, it has when the stream of the job came to the
+wait for it, and when it passed that wait. If the stream had to wait, it passed when the collective
+was done. Otherwise only a lower bound of the end is known: most collectives end on no rank before
+the last device has reached them.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torchwhere.blackbox.device import (
     device_lanes,
     device_times,
     device_waits,
+    ends_are_bounds,
 )
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_REPLAYED
 from torchwhere.core.arrays import Bools, Times, Words
@@ -141,7 +141,9 @@ def device_calls(
     waited, wait_lanes = (words[at] for words in device_waits(box))
     waited_ns = clocks.aligned_ns(box.rank, as_wall_ns(box, waited))
     waited_ns = np.where(waited > 0, waited_ns, UNKNOWN_NS)
+    # in older files, a collective on another stream has its end beside the wait for it
     has_own_end = (waited == 0) | (~is_async & (wait_lanes != lanes))
+    has_own_end &= ~ends_are_bounds(box)[at]
     is_known = has_own_end | _shows_end(waited_ns, done)
     return DeviceCalls(
         rank=box.rank,
