@@ -404,9 +404,10 @@ print(json.dumps([str(place), place.to_dict()]))
 
 def test_the_number_of_events_is_bounded(tools: Tools, tmp_path: Path) -> None:
     """If the device hangs, marks stop when all events are in use. When it continues, all of them
-    are read, and marks continue."""
+    are read, and marks continue, also those without a time."""
     stuck, free, after = tools.run(
         f"""
+from simulated_streams import Stream
 join_group(sim, folder)
 x = buffer()
 with torchwhere.watch(out=folder / "run"):
@@ -419,7 +420,8 @@ with torchwhere.watch(out=folder / "run"):
     sim.release()
     settle(stuck["marked"])
     free = part.device_status()
-    dist.all_reduce(x)
+    with Stream():
+        dist.all_reduce(x)
     settle(stuck["marked"] + 2)
     after = part.device_status()
 print(json.dumps([stuck, free, after]))
