@@ -31,7 +31,7 @@ from torchwhere.cli import main
 from torchwhere.core import worker_pool
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.flight_recorder.dump import user_line
+from torchwhere.flight_recorder.dump_entry import user_line
 from torchwhere.flight_recorder.dumps import read_dumps
 from torchwhere.flight_recorder.verdict import consult_dumps
 from torchwhere.flight_recorder.write import write_dumps

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from torchwhere.flight_recorder.dump import Dump, DumpEntry
+from torchwhere.flight_recorder.dump import Dump
+from torchwhere.flight_recorder.dump_entry import DumpEntry
 
 _Key = tuple[str, bool, int]  # group, whether it is a message, number
 

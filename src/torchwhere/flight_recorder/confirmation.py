@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchwhere.core.grouping import grouped
-from torchwhere.flight_recorder.dump import Dump, DumpEntry
+from torchwhere.flight_recorder.dump import Dump
+from torchwhere.flight_recorder.dump_entry import DumpEntry
 
 # Five times the interval of the watchdog. In the recorded dumps of jobs that progress, such a call
 # was issued at most 0.2 s before; in those of an aborted communicator, 0.85 s.

@@ -23,8 +23,9 @@ from torchwhere.core.place import Place, stored_line
 from torchwhere.diagnose.dump_progress import MessageCount, PendingCall
 from torchwhere.flight_recorder.batches import BatchStates
 from torchwhere.flight_recorder.confirmation import confirmation_of
-from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
+from torchwhere.flight_recorder.dump import Dump
 from torchwhere.flight_recorder.dump_box import Account, DumpBox
+from torchwhere.flight_recorder.dump_entry import DumpEntry, Shapes
 from torchwhere.flight_recorder.limits import LARGEST, is_number
 from torchwhere.flight_recorder.own_entries import (
     PASSES,
