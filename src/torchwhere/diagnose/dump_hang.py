@@ -205,8 +205,7 @@ class _HangSearch:
     def on_devices(self) -> Finding:
         group = self.progress.group_of_failed_device()
         if group is not None:
-            call = self.progress.first_behind(self.progress.behind[group][0], group)
-            return self._behind(call, self.progress.behind[group], is_clear=True)
+            return self._behind(*self.progress.furthest_behind(group), is_clear=True)
         roots = sorted(self.graph.roots(), key=self._began_ns)
         current = [root for root in roots if not self._outdated(root)]
         if not current:
@@ -221,9 +220,8 @@ class _HangSearch:
         failed."""
         progress = self.progress
         if progress.behind and not progress.has_progressed:
-            group = min(progress.behind)
-            ranks = progress.behind[group]
-            return self._behind(progress.first_behind(ranks[0], group), ranks, is_clear=False)
+            call, ranks = progress.furthest_behind(min(progress.behind))
+            return self._behind(call, ranks, is_clear=False)
         if roots and not progress.has_progressed:
             return self._incomplete(roots[0][0])
         if self.graph.ranks and not self.graph.places:

@@ -134,6 +134,7 @@ class JobProgress:
             for rank, groups in sorted(self.outdated.items())
             for group in sorted(groups)
             if self.ranks[rank].issued.get(group, 0) >= self.joined[group]
+            and not self._has_completed(rank, self.first_behind(rank, group))
         )
         return {group: tuple(ranks[group]) for group in ranks}
 
@@ -142,6 +143,13 @@ class JobProgress:
         return next(
             call for call in self.ranks[rank].fronts if (call.group, call.ends) == (group, None)
         )
+
+    def furthest_behind(self, group: str) -> tuple[PendingCall, tuple[int, ...]]:
+        """The earliest call that ranks behind in a group have not completed, and these ranks. Other
+        ranks that are behind may have completed it."""
+        first = {rank: self.first_behind(rank, group) for rank in self.behind[group]}
+        call = min(first.values(), key=lambda call: call.number)
+        return call, tuple(rank for rank in first if first[rank].number == call.number)
 
     def group_of_failed_device(self) -> str | None:
         """A group in which one rank is behind, the only one of the job, and all others agree.
@@ -205,11 +213,11 @@ class JobProgress:
 
     def completed_by(self, call: PendingCall) -> tuple[int, ...]:
         """The ranks that have completed a collective."""
-        return tuple(
-            rank
-            for rank in self.taking_part(call)
-            if rank in self.ranks and self.ranks[rank].completed.get(call.group, 0) > call.number
-        )
+        return tuple(rank for rank in self.taking_part(call) if self._has_completed(rank, call))
+
+    def _has_completed(self, rank: int, call: PendingCall) -> bool:
+        progress = self.ranks.get(rank)
+        return progress is not None and progress.completed.get(call.group, 0) > call.number
 
     def not_issued(self, call: PendingCall) -> tuple[int, ...]:
         """The ranks of a call whose CPU has not issued it."""

@@ -21,6 +21,7 @@ from torchwhere.flight_recorder.dump_entry import (
     lenient_number,
     read_entry,
 )
+from torchwhere.flight_recorder.issuing import without_false_ends
 from torchwhere.flight_recorder.limits import (
     CAPS,
     CutShortError,
@@ -258,3 +259,5 @@ def _read_entries(dump: Dump, values: list[Any]) -> None:
         dump.entries.append(entry)
         dump.has_frames = dump.has_frames or bool(value.get("frames"))
     dump.entries.sort(key=lambda entry: entry.record_id)
+    if dump.own is None:
+        dump.entries = without_false_ends(dump.entries, dump.status)
