@@ -32,6 +32,7 @@ PACKAGES = (
     "diagnose.dump_hang",
     "diagnose.dump_mismatch",
     "diagnose.dump_age",
+    "diagnose.dump_pace",
     "diagnose.groups",
     "diagnose.device_time",
     "diagnose.step_parts",

@@ -21,8 +21,8 @@ from torchwhere.diagnose.dump_causes import BehindRanks, JustIssued
 
 # A watchdog writes dumps after a timeout of minutes, and torchwhere asks for them after a stall.
 # The recorded dumps of NCCL timeouts have an age of 6.7 s and more.
-_MOMENT_S = 1.0
-_CLOCK_SLACK_S = 5.0  # between the clocks of a rank and of the file system
+MOMENT_S = 1.0
+CLOCK_SLACK_S = 5.0  # between the clocks of a rank and of the file system
 _IN_ONE_CALL = (VerdictKind.MISSING, VerdictKind.TOGETHER)
 _HANGS = (*_IN_ONE_CALL, VerdictKind.DEADLOCK, VerdictKind.MISMATCH)
 
@@ -48,11 +48,11 @@ def checked_by_age(
     ages_s = [
         _since_s(t_ns, written_ns.get(ref.rank)) for ref, t_ns in zip(calls, issued_ns, strict=True)
     ]
-    if all(-_CLOCK_SLACK_S < age_s < _MOMENT_S for age_s in ages_s):
+    if all(-CLOCK_SLACK_S < age_s < MOMENT_S for age_s in ages_s):
         in_it = {call.rank, *(ref.rank for ref in calls if ref[:2] == call[:2])}
         return _undecided(finding, JustIssued(tuple(sorted(in_it)), call, max(0.0, *ages_s)))
     if finding.certainty is Certainty.EXACT and any(
-        _since_s(min(issued_ns), written_ns.get(rank)) < _MOMENT_S for rank in finding.culprits
+        _since_s(min(issued_ns), written_ns.get(rank)) < MOMENT_S for rank in finding.culprits
     ):
         return replace(finding, certainty=Certainty.INFERRED)
     return finding

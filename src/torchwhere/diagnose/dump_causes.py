@@ -46,6 +46,14 @@ class JustIssued(Cause):
 
 
 @dataclass(frozen=True, slots=True)
+class JustCompleted(Cause):
+    """Ranks on which others seem to wait, and that completed calls a moment before."""
+
+    ranks: Ranks
+    age_s: float  # at most, when the dumps were made
+
+
+@dataclass(frozen=True, slots=True)
 class MissingMessage(Cause):
     """A rank that has not issued its end of a message."""
 
@@ -70,6 +78,7 @@ class UnreachedCall(Cause):
     call: ReferredCall
     waiting: Ranks
     buffered: tuple[MessageStream, int] | None = None  # sends that completed before their receive
+    may_progress: bool = False  # whether the dumps do not show that the wait is long
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,7 @@ class IncompleteCall(Cause):
     waiting: Ranks  # in other calls, for these ranks
     has_timing: bool
     have_reached: bool  # all ranks with a dump: by timing, or because their CPU waits in it (gloo)
+    may_progress: bool = False  # whether the dumps do not show that the wait is long
 
 
 @dataclass(frozen=True, slots=True)

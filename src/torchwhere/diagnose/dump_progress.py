@@ -10,7 +10,7 @@ device that failed: `behind`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torchwhere.core.grouping import grouped
@@ -42,10 +42,21 @@ class PendingCall:
     number: int  # in its group, or among the listed messages in its direction
     ends: tuple[int, int] | None  # of a message: source and destination
     has_started: bool  # whether the device has reached it; known only with timing
+    deadline_ns: int = 0  # when it times out; 0: not known
 
     @property
     def meeting(self) -> Meeting:
         return (self.group, self.number, -1) if self.ends is None else (self.group, *self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class DumpTimes:
+    """What a dump shows about the time of its rank's last progress."""
+
+    made_ns: int | None = None  # when the rank made the dump, or later
+    # by group: when the watchdog saw the end of the last call that completed in time
+    completed_ns: Mapping[str, int] = field(default_factory=dict)
+    has_new_ends: bool = False  # calls ended that the watchdog has not seen
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class RankProgress:
     # groups whose last calls it does not list, and that no watchdog saw complete: if they were
     # aborted, the rank issues no more calls although it is healthy
     unsure: frozenset[str] = frozenset()
+    times: DumpTimes = DumpTimes()
 
     @property
     def has_reached(self) -> bool:

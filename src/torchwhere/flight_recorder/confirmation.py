@@ -33,6 +33,10 @@ class Confirmation:
     messages: frozenset[str] = frozenset()  # groups with unconfirmed messages
     # groups whose calls are not listed: issued and completed ones, by the status
     unlisted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # by group: when the watchdog saw the end of the last call that it retired within its timeout
+    retired_ns: Mapping[str, int] = field(default_factory=dict)
+    # whether calls ended that the watchdog has not seen: since it last looked, or it is stuck
+    has_new_ends: bool = False
     lists_all: bool = True  # whether it lists the last call of each group that its status counts
 
 
@@ -54,7 +58,7 @@ def confirmation_of(dump: Dump) -> Confirmation:
         stream = entry.group, entry.is_p2p
         if _is_confirmed(entry, completed):
             confirmed[stream] = max(confirmed.get(stream, -1), entry.seq)
-        elif not _is_recent(entry, dump.written_ns):
+        elif not _is_recent(entry, dump.made_ns):
             ended[stream] = max(ended.get(stream, -1), entry.seq)
     open_ends = {stream for stream in ended if ended[stream] > confirmed.get(stream, -1)}
     return Confirmation(
@@ -67,7 +71,32 @@ def confirmation_of(dump: Dump) -> Confirmation:
             if issued > max(completed, listed.get(group, -1))
         },
         lists_all=all(issued <= listed.get(group, -1) for group, (issued, _, _) in status.items()),
+        retired_ns=_retired_ns(dump.entries),
+        has_new_ends=_has_new_ends(dump, {g: status[g][2] for g in status if g not in mixed}),
     )
+
+
+def _retired_ns(entries: list[DumpEntry]) -> dict[str, int]:
+    retired_ns: dict[str, int] = {}
+    for entry in entries:
+        if entry.state == "completed" and entry.is_retired and _is_confirmed(entry, -1):
+            retired_ns[entry.group] = max(retired_ns.get(entry.group, 0), entry.completed_ns)
+    return retired_ns
+
+
+def _has_new_ends(dump: Dump, completed: dict[str, int]) -> bool:
+    """Whether calls ended after the last one that the watchdog counted, by group. A dump of active
+    calls does not list them: its first listed call is a later one."""
+    if not dump.lists_only_active:
+        return any(
+            entry.state == "completed"
+            and not entry.is_retired
+            and entry.seq > completed.get(entry.group, -1)
+            for entry in dump.entries
+        )
+    later = [entry for entry in dump.entries if entry.seq > completed.get(entry.group, entry.seq)]
+    first = {entry.group: entry.seq for entry in reversed(later)}
+    return any(first[group] > completed[group] + 1 for group in first)
 
 
 def _is_confirmed(entry: DumpEntry, completed: int) -> bool:

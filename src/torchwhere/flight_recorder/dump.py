@@ -66,6 +66,19 @@ class Dump:
         return any(entry.backend == "gloo" for entry in self.entries)
 
     @property
+    def made_ns(self) -> int | None:
+        """When its rank made it, or later. None if that is not known.
+
+        The recorder looks at the events of calls that are not retired when it makes a dump. The
+        file may be seconds later: the recorder finds the names of all frames before it is written.
+        """
+        seen_ns = max((entry.seen_ns for entry in self.entries if not entry.is_retired), default=0)
+        times_ns = [
+            time_ns for time_ns in (self.written_ns, seen_ns or None) if time_ns is not None
+        ]
+        return min(times_ns, default=None)
+
+    @property
     def lists_only_active(self) -> bool:
         """Whether it lists only calls in flight, as the watchdog often writes it: a call that it
         does not list is complete."""

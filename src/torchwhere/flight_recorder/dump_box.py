@@ -39,7 +39,7 @@ class DumpBox(Box):
     lost_messages: set[str] = field(default_factory=set)  # groups whose first messages are lost
     lists_only_active: bool = False
     has_timing: bool = False
-    written_ns: int | None = None  # the time of the file, if it came from one
+    made_ns: int | None = None  # when the rank made the dump, or later
     # by group: enqueued, started, completed; messages count too
     status: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     has_all_names: bool = False  # of the groups in `status`

@@ -53,6 +53,7 @@ class DumpEntry:
     state: str
     is_retired: bool
     completed_ns: int  # when the recorder saw that it was complete; 0: not known
+    seen_ns: int  # when it saw that it was complete, or had started; 0: not known
     timeout_ms: int  # 0: not known
     line: str | None  # of the user's code, with the full path
     place: dict[str, Any] | None  # torchwhere's own data, if it wrote the dump
@@ -79,6 +80,8 @@ def read_entry(value: Any, lines: dict[int, str | None]) -> DumpEntry:
         raise MalformedEntryError
     is_p2p = value.get("is_p2p", profiled[2] in ("send", "recv")) is True
     state, own = value.get("state"), value.get("torchwhere")
+    completed_ns = max(0, lenient_number(value.get("time_discovered_completed_ns")))
+    started_ns = max(0, lenient_number(value.get("time_discovered_started_ns")))
     dtypes = value.get("input_dtypes") or value.get("output_dtypes") or [""]
     dtype = _text(dtypes[0]) if isinstance(dtypes, list) else ""
     return DumpEntry(
@@ -98,7 +101,8 @@ def read_entry(value: Any, lines: dict[int, str | None]) -> DumpEntry:
         dtype=PUBLIC_DTYPES.get(dtype, dtype.lower()) or None,
         state=state if state in _STATES else "scheduled",
         is_retired=value.get("retired") is True,
-        completed_ns=max(0, lenient_number(value.get("time_discovered_completed_ns"))),
+        completed_ns=completed_ns,
+        seen_ns=max(started_ns, completed_ns),
         timeout_ms=max(0, lenient_number(value.get("timeout_ms"))),
         line=_line(value.get("frames"), lines),
         place=own if type(own) is dict else None,

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 from torchwhere.core.grouping import grouped
-from torchwhere.diagnose.dump_progress import JobProgress, PendingCall, RankProgress
+from torchwhere.diagnose.dump_progress import DumpTimes, JobProgress, PendingCall, RankProgress
 from torchwhere.flight_recorder.confirmation import unconfirmed_ranks
 from torchwhere.flight_recorder.dump_box import DumpBox
 from torchwhere.flight_recorder.dumps import Dumps
@@ -47,6 +47,9 @@ def job_progress(run: Dumps) -> JobProgress:
             is_of_gloo=box.is_of_gloo,
             counts_messages=_counts_messages(box),
             unsure=frozenset(box.confirmation.unlisted),
+            times=DumpTimes(
+                box.made_ns, box.confirmation.retired_ns, box.confirmation.has_new_ends
+            ),
         )
         for rank, box in run.dumps.items()
     }

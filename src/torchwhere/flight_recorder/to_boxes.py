@@ -63,7 +63,7 @@ class _Converter:
             is_cut=dump.cut is not None,
             lists_only_active=dump.lists_only_active,
             has_timing=dump.has_timing and not dump.is_of_gloo,
-            written_ns=dump.written_ns,
+            made_ns=dump.made_ns,
             confirmation=confirmation_of(dump),
         )
         names = dump.group_names
@@ -219,7 +219,8 @@ class _Converter:
             size = _bytes(entry.dtype, entry.inputs, entry.outputs)
             count = self.box.messages.get((entry.group, *ends), MessageCount())
             self.box.messages[entry.group, *ends] = count.with_message(state == "completed", size)
-        call = PendingCall(row, entry.group, number, ends, has_started=state != "scheduled")
+        has_started = state != "scheduled"
+        call = PendingCall(row, entry.group, number, ends, has_started, _deadline_ns(entry))
         if state != "completed":
             self.box.pending.append(call)
         elif self._is_unconfirmed(entry):
@@ -274,6 +275,11 @@ def _calls(entries: list[DumpEntry]) -> list[list[DumpEntry]]:
             last[entry.group] = [entry]
             calls.append(last[entry.group])
     return calls
+
+
+def _deadline_ns(entry: DumpEntry) -> int:
+    is_known = entry.t_ns and entry.timeout_ms
+    return entry.t_ns + entry.timeout_ms * 1_000_000 if is_known else 0
 
 
 def _signature(call: list[DumpEntry], peer: int | None) -> dict[str, Any]:

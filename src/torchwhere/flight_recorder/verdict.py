@@ -19,7 +19,7 @@ from torchwhere.diagnose.doctor.finding import shown_ranks
 from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls, first_mismatch
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.diagnose.dump_age import checked_by_age
-from torchwhere.diagnose.dump_causes import JustIssued, NothingPending
+from torchwhere.diagnose.dump_causes import JustCompleted, JustIssued, NothingPending
 from torchwhere.diagnose.dump_facts import (
     CompletedCalls,
     DumpCaveat,
@@ -29,6 +29,7 @@ from torchwhere.diagnose.dump_facts import (
 )
 from torchwhere.diagnose.dump_hang import find_dump_hang, no_hang, without_absent
 from torchwhere.diagnose.dump_mismatch import current_mismatches
+from torchwhere.diagnose.dump_pace import checked_by_pace
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
 from torchwhere.flight_recorder.progress import job_progress, unconfirmed
 from torchwhere.render.verdict_text.assemble import verdict_of
@@ -93,16 +94,20 @@ def _diagnosed(run: Dumps) -> Verdict:
 
 def _hang(diagnosis: Diagnosis, run: Dumps) -> Diagnosis:
     """What the dumps show, apart from ranks that differ."""
-    if run.shows_pending:
-        diagnosis = Diagnosis(*find_dump_hang(diagnosis.context, job_progress(run)))
+    progress = job_progress(run) if run.shows_pending else None
+    if progress is not None:
+        diagnosis = Diagnosis(*find_dump_hang(diagnosis.context, progress))
     elif diagnosis.finding.kind in (VerdictKind.TOGETHER, *NO_FAULT):
         # without a pending call, no rank is known to be blocked
         finding = no_hang(NothingPending(), run.unwatched)
         diagnosis = replace(diagnosis, finding=finding)
     context = diagnosis.context
     finding = without_absent(diagnosis.finding, context)
-    written_ns = {rank: box.written_ns for rank, box in run.dumps.items()}
-    return Diagnosis(context, checked_by_age(context, finding, written_ns))
+    made_ns = {rank: box.made_ns for rank, box in run.dumps.items()}
+    finding = checked_by_age(context, finding, made_ns)
+    if progress is not None:
+        finding = checked_by_pace(context, finding, progress)
+    return Diagnosis(context, finding)
 
 
 def _later_hang(diagnosis: Diagnosis, run: Dumps) -> Verdict | None:
@@ -118,7 +123,8 @@ def _later_hang(diagnosis: Diagnosis, run: Dumps) -> Verdict | None:
         verdict = _mismatch(Diagnosis(context, first_mismatch(context, current)), run)
     else:
         hang = _hang(diagnosis, run)
-        if hang.finding.kind in NO_FAULT or isinstance(hang.finding.cause, JustIssued):
+        shows_none = isinstance(hang.finding.cause, (JustIssued, JustCompleted))
+        if hang.finding.kind in NO_FAULT or shows_none:
             return None
         verdict = verdict_of(hang)
     mismatch = cause.mismatch

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.rank_text import Ranks, ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.rules.no_fault import PartlyWatched
@@ -13,6 +14,7 @@ from torchwhere.diagnose.dump_causes import (
     DifferentOrder,
     FewInCall,
     IncompleteCall,
+    JustCompleted,
     JustIssued,
     MissingMessage,
     NothingPending,
@@ -40,6 +42,15 @@ _WHY_EMPTY = (
 _SET_TIMING = (
     "The dumps do not show which devices have reached it. Set TORCH_NCCL_ENABLE_TIMING=1 before the"
     " job starts: then the next dumps show which device has not reached it."
+)
+
+_NOTHING_WRONG = "If the job still progressed when the dumps were written, nothing is wrong."
+_NO_HANG_SHOWN = (
+    "The dumps do not show a hang: the job may be progressing.",
+    (
+        "Write all dumps again after some seconds, and compare: in a hang, the same call is still"
+        " pending."
+    ),
 )
 
 
@@ -99,11 +110,17 @@ def just_issued_text(cause: JustIssued, context: Context) -> list[str]:
             f"{subject_text(cause.ranks)} issued {call}, at most {cause.age_s:.1f} s before"
             f" {its} {dumps} {was} written."
         ),
-        "The dumps do not show a hang: the job may be progressing.",
-        (
-            "Write all dumps again after some seconds, and compare: in a hang, the same call is"
-            " still pending."
-        ),
+        *_NO_HANG_SHOWN,
+    ]
+
+
+def just_completed_text(cause: JustCompleted, context: Context) -> list[str]:
+    devices, calls = agree(cause.ranks, "device", "devices"), agree(cause.ranks, "a call", "calls")
+    its, ranks = agree(cause.ranks, "its dump was", "their dumps were"), ranks_phrase(cause.ranks)
+    age_s = max(1, math.ceil(cause.age_s * 10)) / 10
+    return [
+        f"The {devices} of {ranks} completed {calls} at most {age_s:.1f} s before {its} written.",
+        *_NO_HANG_SHOWN,
     ]
 
 
@@ -154,7 +171,16 @@ def unreached_call_text(cause: UnreachedCall, context: Context) -> list[str]:
             " Look at: nvidia-smi and the kernel log (Xid) on the host of"
             f" {ranks_phrase(cause.ranks[:1])}."
         ),
+        *([_only_slow_text(cause.ranks)] if cause.may_progress else []),
     ]
+
+
+def _only_slow_text(ranks: Ranks) -> str:
+    device, is_ = agree(ranks, "device", "devices"), agree(ranks, "is", "are")
+    return (
+        "If the job still progressed when the dumps were written, the"
+        f" {device} of {ranks_phrase(ranks)} {is_} only slow."
+    )
 
 
 def unreached_by_all_text(cause: UnreachedByAll, context: Context) -> list[str]:
@@ -221,7 +247,8 @@ def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
             ),
         ]
     if cause.has_timing:
-        return [*lines, "All devices have started it: look at the network between them."]
+        lines.append("All devices have started it: look at the network between them.")
+        return [*lines, _NOTHING_WRONG] if cause.may_progress else lines
     return [
         *lines,
         (
@@ -230,7 +257,7 @@ def incomplete_call_text(cause: IncompleteCall, context: Context) -> list[str]:
             " (Xid) on their hosts."
         ),
         _SET_TIMING,
-        "If the job still progressed when the dumps were written, nothing is wrong.",
+        _NOTHING_WRONG,
     ]
 
 
