@@ -225,7 +225,8 @@ def test_dumps(name: str, verdicts: dict[str, Future[Verdicts]]) -> None:
     dumps = verdicts[name].result().dumps
     assert expected.fails or dumps.keys() >= DUMPS.keys()
     for kind, verdict in dumps.items():
-        assert expected.allows(verdict.kind, verdict.culprits), (kind, verdict)
+        allowed = expected.allows(verdict.kind, verdict.culprits, verdict.certainty)
+        assert allowed, (kind, verdict)
 
 
 def test_places_without_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

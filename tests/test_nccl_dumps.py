@@ -3,7 +3,7 @@
 `nccl_dumps.txz` holds the dumps of the jobs in `nccl_jobs.py`, recorded on an H200 without timing:
 `all` entries, only `active` ones as pickle and as JSON, and what the watchdog wrote after a timeout.
 The fault is always on rank 2. `nccl_failures.txz` holds dumps with timing, of jobs that failed.
-`test_derived_dumps.py` reads dumps derived from these.
+`test_derived_dumps.py` reads dumps derived from these, `test_timed_dumps.py` dumps with timing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from nccl_jobs import DUMPS, JOBS, write_dumps
 from test_nccl_runs import unpacked
 from torchwhere.cli import main
+from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.flight_recorder.verdict import consult_dumps
 
@@ -116,9 +117,22 @@ def test_the_rule_for_live_jobs(job: str, kind: str, expected: tuple[str, tuple[
     """What `test_gpu.py` lets a verdict from dumps say: each verdict here, and never that another
     rank is the culprit or that a hang is healthy."""
     live = JOBS[job][1]
-    assert live.allows(*expected)
-    assert not any(live.allows(expected[0], (rank,)) for rank in OTHERS)
-    assert live.kind not in ("missing", "deadlock") or not live.allows("healthy", ())
+    for certainty in Certainty:
+        assert live.allows(*expected, certainty)
+        assert not any(live.allows(expected[0], (rank,), certainty) for rank in OTHERS)
+        is_hang = live.kind in ("missing", "deadlock")
+        assert not is_hang or not live.allows("healthy", (), certainty)
+
+
+def test_the_rule_for_healthy_jobs() -> None:
+    """Dumps may leave open whether a healthy job hangs. They never name a rank of it, and never
+    say that a rank is missing."""
+    healthy = JOBS["healthy_ddp"][1]
+    assert healthy.allows("missing", (), Certainty.UNKNOWN)
+    assert not healthy.allows("missing", (VICTIM,), Certainty.UNKNOWN)
+    assert not healthy.allows("missing", (), Certainty.INFERRED)
+    assert not healthy.allows("missing", (), Certainty.EXACT)
+    assert not healthy.allows("deadlock", (), Certainty.UNKNOWN)
 
 
 def test_dumps_of_a_rank(one_rank: None, tmp_path: Path) -> None:
