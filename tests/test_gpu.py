@@ -158,7 +158,7 @@ def test_variables(options: tuple[str, ...], tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == ("None\n" if options else "2000\n")
-    assert done.stderr.count("TORCH_NCCL_ENABLE_TIMING=1") == (0 if options else 1)
+    assert done.stderr.count("TORCH_FR_DUMP_TEMP_FILE=") == (0 if options else 1)
 
 
 class Verdicts(NamedTuple):

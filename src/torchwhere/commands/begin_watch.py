@@ -33,7 +33,7 @@ def begin_watch(out: str, options: WatchOptions) -> None:
 
 
 def set_nccl_variables(out: str) -> None:
-    """Set the variables of NCCL that the doctor needs. Rank 0 prints which, and whether dumps may
+    """Set the variables of NCCL that make a failure readable. Rank 0 prints which, and whether dumps may
     be lost."""
     from torchwhere.processes.launcher import launch
     from torchwhere.recorder import nccl_variables
@@ -44,7 +44,8 @@ def set_nccl_variables(out: str) -> None:
     if variables:
         values = " ".join(f"{name}={value}" for name, value in variables.items())
         print_message(
-            f"set {values}, so that the doctor sees what each GPU has reached; --no-env sets none"
+            f"set {values}, so that a job that fails leaves flight recorder dumps in the folder of"
+            " the run; --no-env sets none"
         )
     if nccl_variables.may_lose_dumps():
         print_message(
