@@ -1,8 +1,8 @@
 """Jobs of four NCCL ranks on one GPU, each with one fault on rank 2.
 
 `test_gpu.py` runs them where there is a GPU. `nccl_runs.txz`, `nccl_dumps.txz`, `nccl_graphs.txz`,
-`nccl_timed_dumps.txz` and `nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL 2.28), for machines
-without a GPU.
+`nccl_timed_dumps.txz` and `nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL
+2.28), for machines without a GPU.
 
 NCCL refuses two ranks on one GPU of one host. It tells hosts apart by `NCCL_HOSTID`.
 
@@ -53,11 +53,11 @@ class Expected:
     def allows(self, kind: str, culprits: tuple[int, ...], certainty: str) -> bool:
         """Whether a verdict from dumps alone may say this. Dumps do not show every fault, so a
         verdict may name no rank. It never names a rank that only waits, and never calls a hang
-        healthy. One set of dumps may not show whether a job progresses: then `missing` is
+        healthy. One set of dumps may not show whether a job progresses: then the verdict is
         `unknown`, and the text says so."""
         is_hang = self.kind in ("missing", "deadlock")
         if self.kind == "healthy":
-            is_open = (kind, certainty) == ("missing", "unknown")
+            is_open = kind in ("missing", "partial") and certainty == "unknown"
             return (kind in ("healthy", "together") or is_open) and not culprits
         return culprits in ((), self.culprits) and not (is_hang and kind == "healthy")
 

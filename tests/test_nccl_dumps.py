@@ -129,6 +129,7 @@ def test_the_rule_for_healthy_jobs() -> None:
     say that a rank is missing."""
     healthy = JOBS["healthy_ddp"][1]
     assert healthy.allows("missing", (), Certainty.UNKNOWN)
+    assert healthy.allows("partial", (), Certainty.UNKNOWN)
     assert not healthy.allows("missing", (VICTIM,), Certainty.UNKNOWN)
     assert not healthy.allows("missing", (), Certainty.INFERRED)
     assert not healthy.allows("missing", (), Certainty.EXACT)

@@ -33,8 +33,8 @@ def begin_watch(out: str, options: WatchOptions) -> None:
 
 
 def set_nccl_variables(out: str) -> None:
-    """Set the variables of NCCL that make a failure readable. Rank 0 prints which, and whether dumps may
-    be lost."""
+    """Set the variables of NCCL that make a failure readable. Rank 0 prints which, and whether
+    dumps may be lost."""
     from torchwhere.processes.launcher import launch
     from torchwhere.recorder import nccl_variables
 
