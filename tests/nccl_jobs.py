@@ -1,7 +1,7 @@
 """Jobs of four NCCL ranks on one GPU, each with one fault on rank 2.
 
 `test_gpu.py` runs them where there is a GPU. `nccl_runs.txz`, `nccl_dumps.txz`, `nccl_graphs.txz`,
-`nccl_timed_dumps.txz` and `nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL
+`nccl_marks.txz`, `nccl_timed_dumps.txz` and `nccl_failures.txz` hold what they recorded on an H200 (torch 2.11, NCCL
 2.28), for machines without a GPU.
 
 NCCL refuses two ranks on one GPU of one host. It tells hosts apart by `NCCL_HOSTID`.

@@ -6,6 +6,7 @@ there is a GPU; these are the ones in which the device decides, or hides the fau
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,22 @@ def test_a_straggler_on_the_cpu(runs: Path) -> None:
     time that the CPU lost."""
     verdict = diagnose_folder(runs / "straggler", stall_s=STALL_S)
     assert verdict.explanation[0].startswith("Rank 2 is late by 49.3 ms in 47 of the last 47 steps")
+
+
+@pytest.mark.parametrize("has_monitor", [True, False])
+def test_a_killed_process_on_a_shared_device(runs: Path, tmp_path: Path, has_monitor: bool) -> None:
+    """Four ranks shared one GPU through MPS, and one of them was killed. Two others then failed with
+    an illegal memory access, before the driver let go of the killed process: they are not named."""
+    run = shutil.copytree(runs / "sigkill_shared_gpu", tmp_path / "run")
+    if not has_monitor:
+        (run / "monitor-vm.json").unlink()
+    verdict = diagnose_folder(run, stall_s=STALL_S)
+    assert (verdict.kind, verdict.culprits) == ("dead", (VICTIM,)), verdict
+    assert verdict.facts["failed_because_of_it"] == {"lost peer": [0], "shared device": [1, 3]}
+    assert (
+        "Because of it, ranks 1, 3 failed: a process that shared its device was gone."
+        in verdict.explanation
+    )
 
 
 def test_a_deadlock_of_all(runs: Path) -> None:

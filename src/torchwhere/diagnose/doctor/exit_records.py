@@ -333,12 +333,12 @@ class RankExits:
 
         A rank that does not obey SIGTERM is killed later, and sends heartbeats until then.
         """
-        status, summary = self.status(rank), self.by_rank[rank].box_summary
+        status = self.status(rank)
         if self.got_sigterm(rank) or self.was_interrupted:
             return False
         code_ns, recorded_ns = self._sigterm_ns
         is_by_code = status.exit_code is not None and (status.gone_ns or 0) <= code_ns < _NEVER
-        return is_by_code or 0 < max(summary.last_ns, summary.beat_ns) <= recorded_ns < _NEVER
+        return is_by_code or 0 < self.last_record_ns(rank) <= recorded_ns < _NEVER
 
     @cached_property
     def _sigterm_ns(self) -> tuple[int, int]:
@@ -356,14 +356,16 @@ class RankExits:
         """When a monitor last saw one of the processes alive."""
         return max((status.alive_ns or 0 for status in self.statuses.values()), default=0)
 
+    def last_record_ns(self, rank: int) -> int:
+        """When a rank last wrote to its box: a record or a heartbeat."""
+        summary = self.by_rank[rank].box_summary
+        return max(summary.last_ns, summary.beat_ns)
+
     def alive_ns(self, rank: int) -> int:
         """When a rank was last known alive, by a monitor, its records or its heartbeats; 0 if
         never."""
-        rank_calls = self.by_rank.get(rank)
-        times = [self.status(rank).alive_ns or 0, 0]
-        if rank_calls is not None:
-            times += [rank_calls.box_summary.last_ns, rank_calls.box_summary.beat_ns]
-        return max(times)
+        in_box_ns = self.last_record_ns(rank) if rank in self.by_rank else 0
+        return max(self.status(rank).alive_ns or 0, in_box_ns, 0)
 
     def failed_ns(self, failed: list[int]) -> list[int]:
         """When ranks failed, for those that recorded an exception."""

@@ -28,6 +28,7 @@ from torchwhere.diagnose.doctor.exit_records import (
     named_ranks,
     was_terminated,
 )
+from torchwhere.gpus.samples import devices_of, host_name
 
 _NEVER = 1 << 63
 
@@ -39,6 +40,7 @@ class Reaction(StrEnum):
     LOST_PEER = "lost peer"
     RAISED_AGAIN = "raised again"
     TERMINATED = "terminated"
+    SHARED_DEVICE = "shared device"
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ class Exits(RankExits):
         """Whether all ranks that failed reacted to the exit of another one."""
         failed = self.failed()
         return bool(failed) and all(
-            self.lost_its_peer(rank) or was_terminated(self.by_rank[rank]) for rank in failed
+            self.lost_its_peer(rank)
+            or was_terminated(self.by_rank[rank])
+            or self.reaction(rank) is Reaction.SHARED_DEVICE
+            for rank in failed
         )
 
     @cached_property
@@ -163,7 +168,7 @@ class Exits(RankExits):
     def reaction(self, rank: int) -> Reaction | None:
         """Why a rank exited, if the cause was another rank."""
         if self.device_error(rank) is not None:
-            return None
+            return Reaction.SHARED_DEVICE if self._lost_its_device(rank) else None
         if self.timed_out(rank):
             return Reaction.TIMED_OUT
         if self.lost_its_peer(rank):
@@ -172,6 +177,50 @@ class Exits(RankExits):
             return Reaction.RAISED_AGAIN
         has_caught = was_terminated(self.by_rank[rank]) or self._exited_after_kill(rank)
         return Reaction.TERMINATED if has_caught else None
+
+    def _lost_its_device(self, rank: int) -> bool:
+        """Whether another process on the device of a rank was gone before that device failed. If
+        processes share a device through MPS, the end of one of them may make the others fail.
+
+        Process states do not count: the driver may keep a killed process for longer than the
+        others need to fail.
+        """
+        failed_ns = min(self.failed_ns([rank]), default=0)
+        return any(
+            self.last_record_ns(other) <= failed_ns and self._vanished(other)
+            for other in self._on_same_device(rank)
+        )
+
+    def _vanished(self, rank: int) -> bool:
+        """Whether a process left no exit record, and nothing shows why it exited."""
+        return (
+            self.status(rank).alive is False
+            and self.by_rank[rank].end is None
+            and not self.got_sigterm(rank)
+            and self.device_error(rank) is None
+            and self.reaction(rank) is None
+            and not self._aborted_unexplained(rank)
+        )
+
+    def _on_same_device(self, rank: int) -> list[int]:
+        """The other ranks whose boxes name a device of this rank."""
+        own = self._devices.get(rank, frozenset())
+        return [
+            other for other, devices in self._devices.items() if other != rank and devices & own
+        ]
+
+    @cached_property
+    def _devices(self) -> dict[int, frozenset[tuple[str, str]]]:
+        """The host and the UUID of the devices of each rank, as far as they are known."""
+        metas = {rank: own.box_summary.meta for rank, own in self.by_rank.items()}
+        return {
+            rank: frozenset(
+                (host_name(meta), str(device["uuid"]))
+                for device in devices_of(meta)
+                if device.get("uuid")
+            )
+            for rank, meta in metas.items()
+        }
 
     def _exited_after_kill(self, rank: int) -> bool:
         """Whether a rank ended itself with an exit code after a monitor had seen that another rank

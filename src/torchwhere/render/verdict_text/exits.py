@@ -61,6 +61,7 @@ _REACTIONS = {
     Reaction.TIMED_OUT: "a collective timed out",
     Reaction.LOST_PEER: "the connection to another rank was lost",
     Reaction.RAISED_AGAIN: "an exception of another rank was raised again",
+    Reaction.SHARED_DEVICE: "a process that shared its device was gone",
 }
 
 
