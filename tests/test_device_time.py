@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -551,6 +552,29 @@ def test_trace_of_some_steps(runs: Path, tmp_path: Path) -> None:
     """With `--step` the trace has the device work that the CPU issued in that step."""
     events = traced(runs / "slow_ddp", tmp_path / "out.json", "--step", "20", "--rank", "0")
     assert {e["args"]["step"] for e in device_slices(events, 0) if "step" in e["args"]} == {20}
+
+
+def step_names(events: list[dict[str, Any]], rank: int) -> list[str]:
+    names = (e["name"] for e in device_slices(events, rank))
+    return [name for name in names if name.startswith("step ")]
+
+
+def test_trace_of_cuda_graphs(tmp_path: Path) -> None:
+    """The trace has the device steps of a job whose collectives are inside CUDA graphs, all of them
+    or those that are chosen."""
+    run = unpacked("nccl_graphs.txz", tmp_path) / "replay_healthy"
+    whole = traced(run, tmp_path / "whole.json")
+    assert step_names(whole, 0) == [f"step {number}" for number in range(206)]
+    some = traced(run, tmp_path / "some.json", "--steps", "20:23")
+    assert step_names(some, 3) == ["step 20", "step 21", "step 22"]
+
+
+def test_trace_without_collectives(tmp_path: Path) -> None:
+    """The trace has the device steps of a job that issues no collective."""
+    marks = [replace(step_mark(step, 5 + 40 * step), issued=step) for step in range(4)]
+    run = write(tmp_path / "run", marks)
+    assert step_names(traced(run, tmp_path / "whole.json"), 0) == ["step 0", "step 1", "step 2"]
+    assert step_names(traced(run, tmp_path / "one.json", "--step", "1"), 0) == ["step 1"]
 
 
 def test_trace_for_hta(runs: Path, tmp_path: Path) -> None:

@@ -85,8 +85,10 @@ def device_timeline(
     issued = issued_ns[calls.at]
     is_shown = (issued >= within.begin_ns) & (issued < within.end_ns) & ~calls.is_replayed
     steps = device_steps(box, calls, clocks=clocks, most=None)
-    if steps is not None:
-        steps = steps.chosen(np.isin(steps.steps, box.records["step"][calls.at[is_shown]]))
+    if steps is not None and within.steps is not None:
+        # by number: a step may have no collective, or only collectives inside a CUDA graph
+        is_wanted = (steps.steps >= within.steps.start) & (steps.steps < within.steps.stop)
+        steps = steps.chosen(is_wanted)
     return DeviceTimeline(tuple(_slices(box, calls, is_shown, end_ns)), steps)
 
 

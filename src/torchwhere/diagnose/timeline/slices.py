@@ -109,6 +109,7 @@ class TimeWindow:
     begin_ns: int
     end_ns: int  # `NEVER` if nothing was recorded after the wanted steps
     last_ns: int  # the last known moment within
+    steps: range | None = None  # the wanted steps; None: all
 
 
 def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
@@ -128,14 +129,14 @@ def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
     begin, last = int(times[inside].min()), int(times[inside].max())
     has_ended = (box.records["kind"] == Kind.END).any()
     if has_ended or (steps is not None and (step[times >= last] >= steps.stop).any()):
-        return TimeWindow(begin, last + 1, last)
+        return TimeWindow(begin, last + 1, last, steps)
     newest = int(times_ns(box).max())
     cursors = [
         clocks.aligned_ns(box.rank, cursor.t_ns)
         for cursor in box.cursors()
         if has_moved(cursor.t_ns, newest)
     ]
-    return TimeWindow(begin, NEVER, max([last, *cursors]))
+    return TimeWindow(begin, NEVER, max([last, *cursors]), steps)
 
 
 def timeline(
