@@ -136,6 +136,19 @@ def test_a_straggler_on_the_device(runs: Path) -> None:
     assert verdict.explanation[0].startswith("The device of rank 2 is late by 180 ms in 28 of")
 
 
+@pytest.mark.parametrize("name", ["slow_ddp", "slow_sometimes"])
+def test_a_straggler_in_a_job_that_was_killed(runs: Path, name: str) -> None:
+    """The verdict names the straggler, and says that no process is left: the job is not only
+    slow."""
+    verdict = diagnose_folder(runs / name, stall_s=STALL_S)
+    assert (verdict.kind, verdict.culprits) == ("straggler", (2,))
+    assert verdict.facts["ended_unfinished"] is True
+    assert (
+        "No process is left, and the job had not finished. It is unknown which rank exited first."
+        in verdict.explanation
+    )
+
+
 def test_what_a_box_holds(runs: Path) -> None:
     """Reached times follow the issue of their collectives, and done times follow reached times."""
     box = read_box(runs / "healthy_fsdp2" / "rank0.box")

@@ -11,11 +11,14 @@ from torchwhere.diagnose.doctor.lost_between import Moment
 from torchwhere.diagnose.doctor.rules.straggler import LateRanks
 from torchwhere.diagnose.doctor.stack_samples import SampledPlace
 from torchwhere.diagnose.doctor.stragglers import Straggler
+from torchwhere.render.verdict_text.exits import ended_text
 from torchwhere.render.verdict_text.phrases import agree, subject_text
 
 
 def late_ranks_text(cause: LateRanks, context: Context) -> list[str]:
-    return straggler_text(cause.straggler)
+    """The sentences on the ranks; if the job is over, also that: lateness did not end it."""
+    has_own_end = cause.ended_unfinished and not context.exits.ended_externally
+    return straggler_text(cause.straggler) + (ended_text(context) if has_own_end else [])
 
 
 def straggler_text(late: Straggler) -> list[str]:

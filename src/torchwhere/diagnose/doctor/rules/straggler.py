@@ -18,6 +18,7 @@ class LateRanks(Cause):
     """Ranks that are late repeatedly."""
 
     straggler: Straggler
+    ended_unfinished: bool  # no process is left, and the job had not finished
 
 
 def find_straggler(context: Context) -> Finding | None:
@@ -25,12 +26,13 @@ def find_straggler(context: Context) -> Finding | None:
     late = _late_by_samples(context) if late is None else with_samples(late, context.job_calls)
     if late is None:
         return None
+    ended_unfinished = context.exits.ended_unfinished
     return Finding(
         VerdictKind.STRAGGLER,
-        LateRanks(late),
+        LateRanks(late, ended_unfinished),
         culprits=late.ranks,
         certainty=Certainty.INFERRED,
-        facts=late.to_dict(),
+        facts=late.to_dict() | {"ended_unfinished": ended_unfinished},
     )
 
 
