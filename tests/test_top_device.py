@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.cells import cell_len
 from device_boxes import DeviceBox, S
 from synthetic_boxes import make
 from synthetic_job import Job
+from test_heartbeat import beat_at
 from test_nccl_runs import unpacked
 from torchwhere.blackbox.live_box import LiveBox
 from torchwhere.blackbox.live_names import NameReader
@@ -79,7 +81,7 @@ def test_ranks_wait_for_a_device(
 def test_the_collective_that_ranks_wait_in(runs: Path, job: str, where: str) -> None:
     """Ranks wait in the first collective that the culprit has not reached, as the doctor says."""
     run = polled(runs / job)
-    assert impression(run)[0].endswith(f"; 3 ranks wait in {where}")
+    assert impression(run)[0].endswith(f"; 3 ranks waited in {where}")
     verdict = diagnose_folder(runs / job, stall_s=4)
     assert verdict.collective is not None
     numbers = {call.number for call in run.waits_in}
@@ -119,6 +121,31 @@ def test_work_of_the_device_is_progress(device_box: DeviceBox) -> None:
     assert stalled
 
 
+# -- jobs that are over ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", ["slow_ddp", "healthy_ddp", "healthy_far_ahead", "endless_ddp"])
+def test_no_process_is_left(runs: Path, job: str) -> None:
+    """If the ranks of all hosts have sent no heartbeat for a minute, all are dead, as the doctor
+    says, and the first line says so instead of naming a rank that is stuck."""
+    run = polled(runs / job)
+    assert [str(rank.state) for rank in run.ranks] == ["dead"] * 4
+    assert impression(run)[0].startswith("no process is left, and the job had not finished; ")
+    assert "STUCK" not in as_text(plain_lines(run, verdict=None, width=None))
+
+
+def test_a_host_whose_clock_is_behind(runs: Path, tmp_path: Path) -> None:
+    """While heartbeats arrive, a rank is alive, even if they are old by the clock of this host."""
+    folder = shutil.copytree(runs / "endless_ddp", tmp_path / "run")
+    poller = RunPoller(folder)
+    assert poller.poll(most_s=60).is_over
+    box = read_box(folder / "rank1.box")
+    beat_at(box.path, box.beat_ns - box.meta["clock_offset_ns"] + S)
+    run = poller.poll(most_s=60)
+    assert not run.is_over
+    assert impression(run)[0].endswith("; 3 ranks wait in all_reduce #22 default")
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 
@@ -127,8 +154,8 @@ def test_table_with_a_device(runs: Path) -> None:
     is behind."""
     lines = as_text(plain_lines(polled(runs / "endless_ddp"), verdict=None, width=None))
     _, sentence, both, heading, culprit, *others = lines.splitlines()
-    assert sentence.startswith("rank 2 STUCK for ")
-    assert sentence.endswith("3 ranks wait in all_reduce #22 default")
+    assert sentence.startswith("no process is left, and the job had not finished; last progress ")
+    assert sentence.endswith(" ago; 3 ranks waited in all_reduce #22 default")
     assert both == (
         "rank 2: CPU: forward of <root>, nccl_jobs.py:33, step 7; GPU: after all_reduce #21 of"
         " group default, nccl_jobs.py:36, step 6 (1 step and 3 collectives behind)"

@@ -291,8 +291,13 @@ class LiveBox:
             checksum=0,
             meta=self.meta,
             problems=(self.problem,) if self.problem else (),
-            beat_ns=self._wall_ns(self._beat) if self._beat else 0,
+            beat_ns=self.beat_ns,
         )
+
+    @property
+    def beat_ns(self) -> int:
+        """The wall clock of its last heartbeat; 0 if there was none."""
+        return self._wall_ns(self._beat) if self._beat else 0
 
     @property
     def problem(self) -> str | None:

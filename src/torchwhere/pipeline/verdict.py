@@ -31,7 +31,7 @@ from torchwhere.diagnose.doctor.verdict import NO_FAULT, Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.gpus.samples import HostGpus, read_gpus
 from torchwhere.processes.fault_handler import saved_stack
-from torchwhere.processes.look import look, merged
+from torchwhere.processes.look import look, merged, with_silent_ended
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict_text.assemble import verdict_of
 from torchwhere.render.verdict_text.observers import snapshots_text
@@ -46,7 +46,6 @@ from torchwhere.snapshots.write import MOST_RANKS, SnapshotWriter
 
 SavedStatuses = dict[int, dict[str, Any]]  # process statuses by rank, as a monitor saves them
 AskForStacks = Callable[[Sequence[int]], SavedStatuses]  # asks other hosts
-_SILENT_NS = 60_000_000_000  # without a heartbeat of any rank, a job has ended
 _AHEAD_NS = 3_600_000_000_000  # the clock of another host may be this far ahead
 _NOT_WRONG = NO_FAULT | {VerdictKind.STRAGGLER}
 
@@ -115,7 +114,8 @@ class _Case:
         """Merge what this host shows with what monitors saved. Ask the ranks of `stacks`."""
         saved = _without_outdated(self.saved, self.job_calls)
         statuses = merged(look(self.summaries, stacks=stacks), saved)
-        return _with_silent_ranks_ended(statuses, self.summaries)
+        beats_ns = [summary.beat_ns for summary in self.summaries.values()]
+        return with_silent_ended(statuses, beats_ns)
 
     def judge(self, statuses: Mapping[int, ProcessStatus], ask: AskForStacks | None) -> Verdict:
         """Examine the run; if something is wrong, ask suspects for stacks and examine it again."""
@@ -178,23 +178,6 @@ class _Case:
 
 
 # -- statuses --------------------------------------------------------------------------------------
-
-
-def _with_silent_ranks_ended(
-    statuses: dict[int, ProcessStatus], summaries: Mapping[int, BoxOrSummary]
-) -> dict[int, ProcessStatus]:
-    """Mark unknown processes as exited if no rank of the job has sent a heartbeat for a minute.
-
-    Every rank must have a heartbeat. One silent rank among others may only be stopped.
-    """
-    beats = [summary.beat_ns for summary in summaries.values()]
-    is_silent = bool(beats) and all(beats) and max(beats) < time.time_ns() - _SILENT_NS
-    if not is_silent or any(status.alive for status in statuses.values()):
-        return statuses
-    return {
-        rank: replace(status, alive=False) if status.alive is None else status
-        for rank, status in statuses.items()
-    }
 
 
 def _without_outdated(saved: Mapping[int, dict[str, Any]], job_calls: JobCalls) -> SavedStatuses:

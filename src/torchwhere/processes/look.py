@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from torchwhere.processes.workers import workers_of
 
 _MOST_WORKERS = 8  # of a rank
 _WORKERS_S = 1.0  # to wait for the stacks of workers
+SILENT_S = 60  # without a heartbeat of any rank, a job has ended
 
 
 def look(
@@ -117,6 +118,24 @@ def merged(
         if not now.alive:
             statuses[rank] = now.after(earlier)
     return statuses
+
+
+def with_silent_ended(
+    statuses: dict[int, ProcessStatus], beats_ns: Collection[int]
+) -> dict[int, ProcessStatus]:
+    """Mark unknown processes as exited if no rank of the job has sent a heartbeat for a minute.
+
+    `beats_ns` are the last heartbeats of all ranks; every rank must have one. One silent rank among
+    others may only be stopped.
+    """
+    silent_ns = time.time_ns() - SILENT_S * 10**9
+    is_silent = bool(beats_ns) and all(beats_ns) and max(beats_ns) < silent_ns
+    if not is_silent or any(status.alive for status in statuses.values()):
+        return statuses
+    return {
+        rank: replace(status, alive=False) if status.alive is None else status
+        for rank, status in statuses.items()
+    }
 
 
 def is_descendant(box: BoxOrSummary, ancestor: int) -> bool:

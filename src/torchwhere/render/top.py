@@ -89,6 +89,8 @@ def impression(run: RunNow) -> tuple[str, str]:
     """What the counters alone show, before any verdict: a sentence and its style."""
     if run.problem is not None:
         return run.problem, "bold red" if run.ranks else "bold"
+    if run.ended_unfinished:
+        return _ended_sentence(run), "bold red"
     if run.culprits:
         return _culprits_sentence(run), "bold red"
     count = len(run.ranks)
@@ -102,6 +104,21 @@ def impression(run: RunNow) -> tuple[str, str]:
     return f"{count - finished} moving{ended}", "green"
 
 
+def _ended_sentence(run: RunNow) -> str:
+    """All processes are gone: what their states were before explains nothing to a reader who looks
+    for a running job."""
+    process = "no watched process" if run.missing else "no process"
+    ago = age(min(rank.age_s for rank in run.ranks))
+    sentence = f"{process} is left, and the job had not finished; last progress {ago} ago"
+    return f"{sentence}; {_waits_text(run, 'waited')}" if run.waiting else sentence
+
+
+def _waits_text(run: RunNow, verb: str) -> str:
+    calls = run.waits_in
+    where = plural(len(calls), "collective") if len(calls) > 1 else collective_text(*calls)
+    return f"{plural(len(run.waiting), 'rank')} {verb} in {where}"
+
+
 def _culprits_sentence(run: RunNow) -> str:
     culprits, waiting = run.culprits, run.waiting
     first = max(culprits, key=lambda rank: rank.age_s)
@@ -112,9 +129,7 @@ def _culprits_sentence(run: RunNow) -> str:
     if others:
         sentence += f", {others} more"
     if waiting:
-        verb, calls = "waits" if len(waiting) == 1 else "wait", run.waits_in
-        where = plural(len(calls), "collective") if len(calls) > 1 else collective_text(*calls)
-        sentence += f"; {plural(len(waiting), 'rank')} {verb} in {where}"
+        sentence += f"; {_waits_text(run, 'waits' if len(waiting) == 1 else 'wait')}"
     return sentence
 
 

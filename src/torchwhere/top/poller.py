@@ -20,7 +20,7 @@ from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.live.ranks import LiveRanks
 from torchwhere.diagnose.live.run import RunNow
-from torchwhere.processes.look import look, merged
+from torchwhere.processes.look import SILENT_S, look, merged, with_silent_ended
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.read import saved_statuses
 
@@ -44,6 +44,8 @@ class RunPoller:
         self._run: RunSummary[BoxSummary] | None = None
         self._saved: dict[int, dict[str, Any]] = {}
         self._list_at = self._saved_at = 0.0
+        self._beats_ns: dict[int, int] = {}  # the last heartbeats
+        self._beat_s: float | None = None  # when the last one was seen
         self._was_there = False
         self._problem: str | None = None
 
@@ -182,7 +184,22 @@ class RunPoller:
         if begin > self._saved_at:
             self._saved = saved_statuses(self.folder)
             self._saved_at = _next_at(begin)
-        return merged(look(run.boxes), self._saved)
+        statuses = merged(look(run.boxes), self._saved)
+        if self._has_beaten(run, begin):
+            return statuses
+        return with_silent_ended(statuses, self._beats_ns.values())
+
+    def _has_beaten(self, run: RunSummary[BoxSummary], now_s: float) -> bool:
+        """Whether a rank was seen to send a heartbeat in the last minute, by the clock of this
+        host: that of another host may be behind."""
+        paths = {rank: box.path for rank, box in run.boxes.items()}
+        boxes = {rank: self._live_boxes.get(path) for rank, path in paths.items()}
+        beats_ns = {rank: box.beat_ns if box is not None else 0 for rank, box in boxes.items()}
+        before = self._beats_ns
+        if any(0 < before.get(rank, 0) < beat_ns for rank, beat_ns in beats_ns.items()):
+            self._beat_s = now_s
+        self._beats_ns = beats_ns
+        return self._beat_s is not None and now_s < self._beat_s + SILENT_S
 
 
 def _next_at(begin_s: float) -> float:

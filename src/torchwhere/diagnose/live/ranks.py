@@ -53,9 +53,14 @@ class RankNow:
     @cached_property
     def place(self) -> Place:
         place = self.live_box.place()
-        if place.line is not None or not self.is_stalled:
+        if place.line is not None or not self._is_still:
             return place
         return replace(place, **stack_lines(self._stack, folder=self.live_box.meta.get("folder")))
+
+    @property
+    def _is_still(self) -> bool:
+        """Whether it does not move: what it saved while it stalled holds after its end too."""
+        return self.is_stalled or self.state is State.DEAD
 
     @cached_property
     def _stack(self) -> tuple[str, ...]:
@@ -77,7 +82,7 @@ class RankNow:
         device = self.live_box.device()
         if device is None:
             return None
-        stack = self._stack if self.is_stalled else ()
+        stack = self._stack if self._is_still else ()
         waits_in = device_wait(stack, self.live_box.meta, pending=device.pending)
         return replace(device, cpu=self.place, cpu_waits_in=waits_in)
 

@@ -63,6 +63,11 @@ class RunNow:
         return bool(self.ranks) and not self.unread and all(_has_ended(rank) for rank in self.ranks)
 
     @property
+    def ended_unfinished(self) -> bool:
+        """Whether no process is left, and no rank has finished."""
+        return self.is_over and all(rank.state is State.DEAD for rank in self.ranks)
+
+    @property
     def troubled(self) -> tuple[tuple[int, str], ...]:
         """Ranks in trouble with their states: ask the doctor again when this changes."""
         return tuple(
