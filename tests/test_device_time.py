@@ -537,15 +537,45 @@ def test_trace_of_collectives_at_once(tmp_path: Path) -> None:
     assert [e["args"]["transfer_us"] for e in calls] == [50_000, 30_000]
 
 
+def named(events: list[dict[str, Any]], rank: int, begin: str) -> list[dict[str, Any]]:
+    return [e for e in device_slices(events, rank) if e["name"].startswith(begin)]
+
+
 def test_trace_of_a_hang(runs: Path, tmp_path: Path) -> None:
-    """Devices that wait for a device that hangs have an unfinished collective, and the device that
-    hangs does not."""
+    """Devices that wait for a device that hangs have an unfinished collective as long as their rank
+    was alive, and the device that hangs shows what it has not reached."""
     events = traced(runs / "endless_ddp", tmp_path / "out.json")
-    unfinished = [
-        sum("unfinished" in e["args"] for e in device_slices(events, rank)) for rank in range(4)
-    ]
-    assert unfinished[VICTIM] == 0
-    assert all(unfinished[rank] for rank in OTHERS)
+    assert not [e for e in device_slices(events, VICTIM) if "unfinished" in e["args"]]
+    (missing,) = named(events, VICTIM, "not reached")
+    assert missing["name"] == "not reached: all_reduce #22"
+    reached = []
+    for rank in OTHERS:
+        open_ = [e for e in device_slices(events, rank) if "unfinished" in e["args"]]
+        assert [e["args"]["number"] for e in open_] == [22, 23]
+        waits = named(events, rank, f"wait for rank {VICTIM}")[-2:]
+        assert [(e["ts"], e["dur"]) for e in waits] == [(e["ts"], e["dur"]) for e in open_]
+        reached.append(open_[0]["ts"])
+        assert open_[0]["dur"] > 18.5e6
+    assert missing["ts"] == min(reached)
+    assert missing["dur"] > 18.5e6
+
+
+def test_trace_of_a_deadlock(runs: Path, tmp_path: Path) -> None:
+    """A device that waits in one group shows the ranks that it waits for, and beside that what it
+    has not reached in another group."""
+    events = traced(runs / "opposite_groups", tmp_path / "out.json")
+    (wait,) = named(events, 2, "wait for ranks 0-1, 3")
+    (missing,) = named(events, 2, "not reached")
+    assert missing["args"]["group"] == "1"
+    assert missing["tid"] != wait["tid"]
+
+
+def test_trace_of_a_healthy_job_that_was_killed(runs: Path, tmp_path: Path) -> None:
+    """If all devices have reached the same collectives, none waits and none lacks one."""
+    events = traced(runs / "healthy_ddp", tmp_path / "out.json")
+    for rank in range(4):
+        assert not named(events, rank, "not reached")
+        assert not [e for e in device_slices(events, rank) if "unfinished" in e["args"]]
 
 
 def test_trace_of_some_steps(runs: Path, tmp_path: Path) -> None:

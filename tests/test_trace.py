@@ -29,6 +29,7 @@ from rank_pool import Pool
 from skewed_job import Act, Player, Skew, call, mark, work
 from synthetic_boxes import make
 from synthetic_job import Job
+from test_heartbeat import killed_job
 from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.run import read_run
@@ -313,6 +314,14 @@ def test_hang(tmp_path: Path, trace: Trace) -> None:
         (1, 2, 3)
     ] * 2
     assert end > max(ns(e["ts"]) for e in events if e["ph"] != "M")
+
+
+def test_how_long_a_hang_lasted(tmp_path: Path, trace: Trace) -> None:
+    """A rank that hangs records nothing, and the trace reaches to its last heartbeat."""
+    events = trace(killed_job(tmp_path / "run", after_s=40))
+    recorded = max(ns(e["ts"]) for e in events if e["ph"] != "M")
+    open_ = [e for e in events if e["ph"] == "X" and e["args"].get("unfinished")]
+    assert {round((end_of(e) - recorded) / 1e9) for e in open_} == {40}
 
 
 def test_ring_that_went_round(tmp_path: Path, trace: Trace) -> None:

@@ -6,18 +6,26 @@ the call that the CPU issued to the same call on the device.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.device_time.calls import NO_RANK, UNKNOWN_NS
 from torchwhere.diagnose.device_time.steps import PARTS, DeviceSteps
-from torchwhere.diagnose.timeline.device import DeviceSlice, DeviceTimeline, DeviceTrack
+from torchwhere.diagnose.timeline.device import (
+    DeviceSlice,
+    DeviceTimeline,
+    DeviceTrack,
+    NotReached,
+)
 from torchwhere.diagnose.timeline.slices import Mark
 from torchwhere.render.trace_counts import TraceCounts
 
 # Larger than any number of a thread and its lanes.
 _TIDS = 3_000_000
 _LANES = 16  # between the numbers of two tracks
+_MOST_RUNS = 4  # of ranks in a name
 _ARROWS = 1 << 52  # larger than the id of any call of the job
 _NAMES = {
     DeviceTrack.STEPS: "device: steps",
@@ -56,6 +64,8 @@ class DeviceWriter:
         used = {(piece.track, piece.lane) for piece in self.timeline.slices}
         if self.timeline.steps is not None and len(self.timeline.steps):
             used.add((DeviceTrack.STEPS, 0))
+        if self.timeline.not_reached is not None:
+            used.add((DeviceTrack.STREAM, self.timeline.not_reached.lane))
         for track, lane in sorted(used):
             name = _NAMES[track]
             yield _tid(track, lane), f"{name} ({lane + 1})" if lane else name
@@ -65,6 +75,16 @@ class DeviceWriter:
             yield from self._steps(self.timeline.steps)
         for piece in self.timeline.slices:
             yield from self._collective(piece)
+        if self.timeline.not_reached is not None:
+            yield self._not_reached(self.timeline.not_reached)
+
+    def _not_reached(self, piece: NotReached) -> str:
+        _, args = self.start_of(piece.at)
+        op = json.loads(f"{{{args}}}").get("op") or "collective"
+        name = json.dumps(f"not reached: {op} #{piece.number}")
+        where = self._where(DeviceTrack.STREAM, piece.lane)
+        took_ns = piece.end_ns - piece.begin_ns
+        return self._slice(f'"name":{name},"cat":"device"', piece.begin_ns, took_ns, where, args)
 
     def _steps(self, steps: DeviceSteps) -> Iterator[str]:
         names = ("device", *PARTS, "waited")
@@ -94,6 +114,10 @@ class DeviceWriter:
         if 0 < piece.wait_ns < took:
             name = f'"name":"wait for rank {piece.last_rank}","cat":"device"'
             yield self._slice(name, piece.begin_ns, piece.wait_ns, where, "")
+        elif piece.absent:
+            ranks = ranks_phrase(piece.absent, most=_MOST_RUNS)
+            name = f'"name":"wait for {ranks}","cat":"device"'
+            yield self._slice(name, piece.begin_ns, took, where, "")
         issued = self.cpu_calls.get(piece.at)
         if issued is not None:
             yield from self._arrow(piece, issued, where)

@@ -1,7 +1,7 @@
 """Which rank arrived at a call first, and which one last, over all ranks, by aligned clocks.
 
-Ranks are added one after another. For each call two times, two ranks and a count are kept, so
-memory does not grow with the number of ranks.
+Ranks are added one after another. For each call two times, two ranks and a count are kept, and for
+each rank the number of its last call in each stream: memory does not grow with ranks times calls.
 """
 
 from __future__ import annotations
@@ -70,11 +70,16 @@ class JobArrivals:
         self._clocks = clocks
         self._streams: dict[ClockStream, _StreamArrivals] = {}
         self._begins: dict[ClockStream, int] | None = None
+        self._newest: dict[ClockStream, dict[int, int]] = {}  # the last call of each rank
+        self._ranks: set[int] = set()
 
     def add(self, arrivals: Arrivals, *, window: tuple[int, int] | None = None) -> None:
         """Adds one rank, or its calls within a window of aligned times. Ranks come in order."""
+        self._ranks.add(arrivals.rank)
         for stream, calls in arrivals.streams.items():
             numbers = calls.numbers
+            if len(numbers):
+                self._newest.setdefault(stream, {})[arrivals.rank] = int(numbers.max())
             times = self._clocks.aligned_ns(arrivals.rank, calls.issued_ns)
             next_ns = times + (calls.next_ns - calls.issued_ns)
             held = np.where(calls.next_ns == NEVER, NEVER, next_ns)
@@ -112,6 +117,14 @@ class JobArrivals:
         ]
         last_ns, last_rank = np.array(last, np.int64).reshape(-1, 2).T
         return last_ns, last_rank
+
+    def absent(self, stream: ClockStream, number: int) -> list[int]:
+        """Returns the members that have not arrived at a call. Ranks that were not added are
+        unknown and left out."""
+        ends = (stream.source, stream.destination)
+        members = ends if stream.is_message else stream.members
+        newest = self._newest.get(stream, {})
+        return [rank for rank in members if rank in self._ranks and newest.get(rank, -1) < number]
 
     def _begin(self, stream: ClockStream) -> int:
         """Returns the index of the first call of a stream."""

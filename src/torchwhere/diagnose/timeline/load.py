@@ -26,8 +26,7 @@ from torchwhere.diagnose.timeline.device import DeviceTimeline, device_timeline
 from torchwhere.diagnose.timeline.slices import Timeline, TimeWindow, timeline, window
 
 _PASSES = 3
-# The trace ends this much later if something is unfinished, so that it can be seen. No record says
-# how long it has been going on.
+# The trace ends at least this much later if something is unfinished, so that it can be seen.
 _TAIL = 0.05
 _LEAST_TAIL_NS = 1_000_000
 
@@ -85,12 +84,14 @@ class RunTimelines:
             self.shown_arrivals.add(own_arrivals, window=(within.begin_ns, within.end_ns))
 
     def _set_span(self) -> None:
-        """Sets begin and end of the trace. It ends later if something had not ended."""
+        """Sets begin and end of the trace. If something had not ended, the trace ends later: when
+        a rank was last known alive."""
         windows = self.windows.values()
         self.begin_ns = min(within.begin_ns for within in windows)
         self.end_ns = max(within.last_ns for within in windows)
         if any(within.end_ns == NEVER for within in windows):
-            self.end_ns += max(int((self.end_ns - self.begin_ns) * _TAIL), _LEAST_TAIL_NS)
+            tail_ns = max(int((self.end_ns - self.begin_ns) * _TAIL), _LEAST_TAIL_NS)
+            self.end_ns = max(self.end_ns + tail_ns, *(within.alive_ns for within in windows))
 
 
 def load_timelines(

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import device_place
 from torchwhere.core.arrays import Bools, Times
 from torchwhere.core.events import Kind
 from torchwhere.core.grouping import per_distinct
@@ -110,6 +111,8 @@ class TimeWindow:
     end_ns: int  # `NEVER` if nothing was recorded after the wanted steps
     last_ns: int  # the last known moment within
     steps: range | None = None  # the wanted steps; None: all
+    # when the rank was last known alive, if that is after all that it recorded; else 0
+    alive_ns: int = 0
 
 
 def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
@@ -136,7 +139,15 @@ def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
         for cursor in box.cursors()
         if has_moved(cursor.t_ns, newest)
     ]
-    return TimeWindow(begin, NEVER, max([last, *cursors]), steps)
+    return TimeWindow(begin, NEVER, max([last, *cursors]), steps, _alive_ns(box, clocks))
+
+
+def _alive_ns(box: Box, clocks: Clocks) -> int:
+    """When a rank was last known alive, by its heartbeat and its last look at the device, if that
+    is after its last record; else 0. A job that hangs records nothing, but its ranks live."""
+    newest = int(times_ns(box).max())
+    signs = [t_ns for t_ns in (box.beat_ns, device_place(box).looked_ns) if has_moved(t_ns, newest)]
+    return int(clocks.aligned_ns(box.rank, max(signs))) if signs else 0
 
 
 def timeline(
