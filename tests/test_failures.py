@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from test_exits import GONE, exits, rank_of
-from torchwhere.diagnose.doctor.device_errors import DeviceError, device_error
+from torchwhere.core.device_errors import DeviceError, device_error, is_final
 from torchwhere.diagnose.doctor.exit_records import is_lost_peer, is_timeout
 from torchwhere.diagnose.doctor.exits import Reaction
 from torchwhere.diagnose.doctor.stacks import Activity, Hold, holding
@@ -66,6 +66,13 @@ IN_A_THREAD = "Aborted in a native thread"
             "CUDA error: uncorrectable NVLink error detected during the execution",
             DeviceError.LINK,
         ),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", DeviceError.ADDRESS),
+        ("CUDA error: hardware stack error", DeviceError.ADDRESS),
+        ("CUDA error: operation not supported on global/shared address space", DeviceError.ADDRESS),
+        (
+            "CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error",
+            DeviceError.LINK,
+        ),
         ("CUDA error: unknown error", DeviceError.OTHER),
         ("HIP error: the operation cannot be performed", DeviceError.OTHER),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", None),
@@ -79,6 +86,25 @@ def test_errors_of_devices(message: str, error: DeviceError | None) -> None:
     """The doctor distinguishes an error of the device from errors of the network, of memory and of
     the program."""
     assert device_error(message) == error
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (f"AcceleratorError: {ASSERT}", True),
+        ("CUDA error: the launch timed out and was terminated", True),
+        ("CUDA error: hardware stack error", True),
+        ("CUDA error: uncorrectable NVLink error detected during the execution", True),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+        ("CUDA error: invalid argument\nCompile with .. to enable device-side assertions", False),
+        ("CUDA error: out of memory", False),
+        ("ValueError: the form contained errors", False),
+    ],
+)
+def test_errors_that_end_the_use_of_a_device(message: str, expected: bool) -> None:
+    """The hooks leave the device alone after an error that makes every call of it fail, and after no
+    other one."""
+    assert is_final(message) == expected
 
 
 @pytest.mark.parametrize("message", [REMOTE, ABORTED, STORE])

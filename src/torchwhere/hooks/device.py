@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.device_errors import is_final
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import log
 from torchwhere.hooks.patches import Patches
@@ -37,16 +38,6 @@ AT_LAUNCH, AT_WAIT, UNMARKED = range(3)
 _WORK_METHODS = ("Work.wait",)
 _GROUP_METHODS = ("_start_coalescing", "_end_coalescing")
 _EVENT_METHODS = ("Event.record", "Event.wait")
-# After these errors every call of CUDA or HIP in this process fails.
-_FINAL_ERRORS = (
-    "device-side assert",
-    "illegal memory access",
-    "illegal instruction",
-    "misaligned address",
-    "invalid program counter",
-    "unspecified launch failure",
-    "uncorrectable ECC error",
-)
 
 
 class ReplayMark(NamedTuple):
@@ -127,8 +118,7 @@ class DeviceHook:
 
     def fail(self, text: str) -> None:
         """Leave the device alone if an error, given as text, has made it unusable."""
-        is_final = any(map(text.__contains__, _FINAL_ERRORS))
-        if self.is_on and self._native is not None and is_final:
+        if self.is_on and self._native is not None and is_final(text):
             self._native.device_fail(text)
 
     def look_for_context(self) -> None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from torchwhere.core.device_errors import DeviceError, device_error
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.rank_calls import RankCalls
-from torchwhere.diagnose.doctor.device_errors import DeviceError, device_error
 from torchwhere.diagnose.doctor.waits import waiting_for, waits
 from torchwhere.processes.fault_handler import IN_NATIVE_THREAD
 from torchwhere.processes.status import ProcessStatus

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torchwhere.core.device_errors import DeviceError
 from torchwhere.core.grouping import grouped
 from torchwhere.core.place import Certainty
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.device_errors import DeviceError
 from torchwhere.diagnose.doctor.exit_records import survived_exception
 from torchwhere.diagnose.doctor.exits import Reaction
 from torchwhere.diagnose.doctor.rules.exited import (
