@@ -48,7 +48,7 @@ std::atomic<bool> is_initialized{false}, is_captured{false}, is_lost{false};
 std::atomic<bool> blocks_queries{false}, blocks_times{false};
 std::atomic<bool> is_released{false};  // ends the kernels that do not end
 std::atomic<size_t> queue_length{SIZE_MAX};  // tasks that a stream takes before it blocks the CPU
-std::atomic<int> queries{0}, copies{0};
+std::atomic<int> queries{0}, capture_queries{0}, copies{0};
 
 void wait_until(const std::function<bool()>& is_true) {
   while (!is_true()) std::this_thread::sleep_for(LOOK_EVERY);
@@ -171,7 +171,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
   // without `override`: older versions of torch do not ask
-  bool isStreamCapturing(const c10::Stream&) const { return is_captured; }
+  bool isStreamCapturing(const c10::Stream&) const {
+    ++capture_queries;
+    return is_captured;
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag)
       const override {
@@ -487,4 +490,5 @@ PYBIND11_MODULE(simulated_device, module) {
   module.def("block_times", [](bool value) { blocks_times = value; });
   module.def("copies", [] { return copies.load(); });
   module.def("queries", [] { return queries.load(); });
+  module.def("capture_queries", [] { return capture_queries.load(); });
 }

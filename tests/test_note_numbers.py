@@ -258,6 +258,29 @@ print("{}")
     assert 0.5 not in found[1:]
 
 
+@captures
+def test_an_error_that_the_job_has_seen(tools: Tools, tmp_path: Path) -> None:
+    """After an error that makes the device unusable, a note with a tensor does not call the device
+    at all."""
+    before, after, copies = tools.run(
+        """
+loss = torch.tensor(0.5, device="simulated")
+with torchwhere.watch(out=folder / "run"):
+    torchwhere.note("before", loss=loss)
+    settle(1)
+    part.device_fail("CUDA error: the launch timed out and was terminated")
+    before = sim.capture_queries()
+    torchwhere.note("after it", loss=loss)
+    after, copies = sim.capture_queries(), sim.copies()
+print(json.dumps([before, after, copies]))
+""",
+        tmp_path,
+    )
+    assert 0 < before == after
+    assert copies == 1
+    assert [note["loss"] for note in notes(tmp_path / "run")] == [0.5, NOT_READ]
+
+
 def test_a_text_that_is_overwritten(tools: Tools, tmp_path: Path) -> None:
     """The ring of texts is full before the number arrives. The newer texts stay as they are."""
     tools.run(

@@ -186,8 +186,10 @@ struct DeviceProgress : DeviceEvents<DeviceSections> {
   // Copies the numbers of a small tensor to the host, and marks the place after the copy. `delivery`
   // gets the numbers in the harvester, without the GIL. Returns false if it will never get them.
   bool read(const at::Tensor& tensor, Mark mark, Delivery delivery) noexcept {
+    // after an error of the device, `takes_numbers` is still true: nothing may call the device again
+    if (!is_on || !takes_numbers) return false;
     bool is_small = tensor.nbytes() > 0 && tensor.nbytes() <= SLOT_BYTES;
-    if (!takes_numbers || tensor.device().type() != type || !is_small) return false;
+    if (tensor.device().type() != type || !is_small) return false;
     WithoutGil without_gil;
     try {
       c10::impl::VirtualGuardImpl guard(type);
