@@ -174,6 +174,7 @@ def test_the_message_of_torch() -> None:
     assert report is not None
     assert report.tried_bytes == 256 * MIB
     assert report.total_bytes == int(139.81 * GIB)
+    assert report.allowed_bytes == int(2.8 * GIB)
     assert report.allocated_bytes == int(2.5 * GIB)
     assert report.unused_bytes == 48 * MIB
     assert report.other_bytes == pytest.approx(35 * GIB, rel=0.01)
@@ -284,6 +285,10 @@ def test_a_leak(tmp_path: Path) -> None:
             "  rank 0, memory: tried to allocate 256 MiB; 2.5 GiB allocated, 48.0 MiB reserved but"
             " not allocated, 102 GiB free of 140 GiB"
         ),
+        (
+            "  rank 0, memory: the job limits this process to 2.8 GiB of this device"
+            " (torch.cuda.set_per_process_memory_fraction)"
+        ),
         "  rank 0, memory: other processes use 35.0 GiB of this device",
         (
             "  rank 0, memory: allocated memory grew from 700 MiB at the end of step 2 to 2.3 GiB"
@@ -306,7 +311,7 @@ def test_a_step_that_needs_more(tmp_path: Path) -> None:
     """Where nothing grew from step to step, the verdict says so."""
     verdict = verdict_on(tmp_path, 0)
     assert verdict.facts["out_of_memory"][0]["growth"] is None
-    assert "it did not grow from step to step" in memory_lines(verdict)[2]
+    assert "it did not grow from step to step" in memory_lines(verdict)[3]
 
 
 def test_a_peak_whose_module_is_inferred(tmp_path: Path) -> None:

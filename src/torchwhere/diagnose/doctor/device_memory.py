@@ -32,6 +32,7 @@ _AMOUNTS = {
     "tried_bytes": re.compile(rf"Tried to allocate {_SIZE}"),
     "total_bytes": re.compile(rf"total capacity of {_SIZE}"),
     "free_bytes": re.compile(rf"of which {_SIZE} is free"),
+    "allowed_bytes": re.compile(rf"{_SIZE} allowed;"),
     "process_bytes": re.compile(rf"this process has {_SIZE} memory in use"),
     "allocated_bytes": re.compile(rf"allocated memory {_SIZE} is allocated by PyTorch"),
     "unused_bytes": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
@@ -44,6 +45,7 @@ class AllocatorReport(NamedTuple):
     tried_bytes: int | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
+    allowed_bytes: int | None = None  # the limit that the job set for this process
     process_bytes: int | None = None  # all memory of this process on the device
     allocated_bytes: int | None = None
     unused_bytes: int | None = None  # reserved but not allocated

@@ -24,6 +24,12 @@ def out_of_memory_text(facts: Sequence[OutOfDeviceMemory]) -> list[str]:
 
 def _parts(fact: OutOfDeviceMemory) -> list[str]:
     parts = [_report_text(fact.report)]
+    allowed = fact.report.allowed_bytes
+    if allowed is not None:  # free memory of the device does not help
+        parts.append(
+            f"the job limits this process to {memory_amount(allowed)} of this device"
+            " (torch.cuda.set_per_process_memory_fraction)"
+        )
     other = fact.report.other_bytes
     if other is not None and other >= _MOST_OTHERS:
         parts.append(f"other processes use {memory_amount(other)} of this device")
