@@ -40,8 +40,8 @@ _WHY_EMPTY = (
     " TORCH_NCCL_TRACE_BUFFER_SIZE)? gloo records no sends and receives."
 )
 _SET_TIMING = (
-    "The dumps do not show which devices have reached it. Set TORCH_NCCL_ENABLE_TIMING=1 before the"
-    " job starts: then the next dumps show which device has not reached it."
+    "The dumps do not show which devices have reached it. Start the next job with `torchwhere run`:"
+    " its boxes show that. Or set TORCH_NCCL_ENABLE_TIMING=1, which costs time: the dumps show it."
 )
 
 _NOTHING_WRONG = "If the job still progressed when the dumps were written, nothing is wrong."

@@ -67,8 +67,9 @@ _EXIT_NOT_KNOWN = (
     " of the job and of its launcher."
 )
 _FLIGHT_RECORDER = (
-    "What is queued on the devices is not known. The flight recorder shows it: before the next run,"
-    " set TORCH_NCCL_DEBUG_INFO_PIPE_FILE and TORCH_NCCL_ENABLE_TIMING=1."
+    "What is queued on the devices is not known. Start the next job with `torchwhere run`: its"
+    " boxes show it. Or set TORCH_NCCL_DEBUG_INFO_PIPE_FILE for dumps of the flight recorder, and"
+    " TORCH_NCCL_ENABLE_TIMING=1, which costs time."
 )
 
 
