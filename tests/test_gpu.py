@@ -162,8 +162,9 @@ def test_variables(options: tuple[str, ...], tmp_path: Path) -> None:
 
 
 class Verdicts(NamedTuple):
-    """What the doctor says about one job."""
+    """What the doctor says about one job. A failed test prints all of it."""
 
+    run: Path  # kept after a failure: the boxes show why
     live: Verdict
     after_kill: Verdict
     dumps: dict[str, Verdict]  # by the kind of dump
@@ -201,20 +202,21 @@ def _diagnose(name: str, folder: Path) -> Verdicts:
     for kind in kinds:
         with suppress(TorchwhereError):  # the watchdog did not finish any dump
             dumps[kind.name] = consult_dumps(kind)
-    return Verdicts(live, diagnose_folder(run, stall_s=STALL_S), dumps)
+    return Verdicts(run, live, diagnose_folder(run, stall_s=STALL_S), dumps)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_fault(name: str, verdicts: dict[str, Future[Verdicts]]) -> None:
     """The doctor names the fault and the rank, while the job runs and after it was killed."""
     expected = JOBS[name][1]
-    live, after_kill, _ = verdicts[name].result()
-    assert (live.kind, live.culprits) == (expected.kind, expected.culprits), live
-    assert bool(live.facts.get("on_device")) == expected.on_device
-    assert ("out_of_memory" in live.facts) == (name == "out_of_memory")
+    run, live, after_kill, _ = verdicts[name].result()
+    assert (live.kind, live.culprits) == (expected.kind, expected.culprits), (run, live)
+    assert bool(live.facts.get("on_device")) == expected.on_device, (run, live)
+    assert ("out_of_memory" in live.facts) == (name == "out_of_memory"), (run, live)
     kind = "dead" if expected.kind == "healthy" else expected.kind
     if expected.kind != "straggler":
-        assert (after_kill.kind, after_kill.culprits) == (kind, expected.culprits), after_kill
+        found = after_kill.kind, after_kill.culprits
+        assert found == (kind, expected.culprits), (run, after_kill)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -222,11 +224,11 @@ def test_dumps(name: str, verdicts: dict[str, Future[Verdicts]]) -> None:
     """From dumps alone the doctor names the rank, or no rank. Processes that failed may have
     written none."""
     expected = JOBS[name][1]
-    dumps = verdicts[name].result().dumps
-    assert expected.fails or dumps.keys() >= DUMPS.keys()
+    run, *_, dumps = verdicts[name].result()
+    assert expected.fails or dumps.keys() >= DUMPS.keys(), run
     for kind, verdict in dumps.items():
         allowed = expected.allows(verdict.kind, verdict.culprits, verdict.certainty)
-        assert allowed, (kind, verdict)
+        assert allowed, (run, kind, verdict)
 
 
 def test_places_without_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

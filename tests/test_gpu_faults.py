@@ -15,8 +15,7 @@ import torch
 
 from faulty_jobs import FAULTS, STALL_S
 from test_doctor import Nursery, kill, wait_for_verdict
-from test_gpu import mps, selected
-from torchwhere.diagnose.doctor.verdict import Verdict
+from test_gpu import Verdicts, mps, selected
 from torchwhere.native.build import build
 from torchwhere.native.load import SWITCH
 from torchwhere.pipeline.verdict import diagnose_folder
@@ -44,7 +43,7 @@ NAMES = [name for name in FAULTS if name not in NOT_ON_NCCL]
 @pytest.fixture(scope="module")
 def verdicts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[list[Verdict]]]]:
+) -> Iterator[dict[str, Future[Verdicts]]]:
     """For each fault two verdicts: live, and after all processes were killed."""
     build()
     folder = tmp_path_factory.mktemp("faults")
@@ -61,7 +60,7 @@ def verdicts(
         nursery.close()
 
 
-def _diagnose(nursery: Nursery, name: str, folder: Path) -> list[Verdict]:
+def _diagnose(nursery: Nursery, name: str, folder: Path) -> Verdicts:
     folder.mkdir()
     with mps(folder):
         with nursery.lock:
@@ -70,17 +69,19 @@ def _diagnose(nursery: Nursery, name: str, folder: Path) -> list[Verdict]:
             live = wait_for_verdict(folder / "run", FAULTS[name][1], most_s=45)
         finally:
             kill(pids[::-1])
-    return [live, diagnose_folder(folder / "run", stall_s=STALL_S)]
+    run = folder / "run"
+    return Verdicts(run, live, diagnose_folder(run, stall_s=STALL_S), {})
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fault(name: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
+def test_fault(name: str, verdicts: dict[str, Future[Verdicts]]) -> None:
     """The doctor finds on NCCL the fault and the rank that it finds on gloo."""
     expected = FAULTS[name][1]
     kinds = {*expected.kinds, *KINDS_ON_NCCL.get(name, ())}
-    live, after_kill = verdicts[name].result()
-    assert live.kind in kinds, live
+    run, live, after_kill, _ = verdicts[name].result()
+    assert live.kind in kinds, (run, live)
     # nothing was wrong, but the job was killed before it had finished
-    assert after_kill.kind in (kinds if kinds != {"healthy"} else {"dead"}), after_kill
+    ended = kinds if kinds != {"healthy"} else {"dead"}
+    assert after_kill.kind in ended, (run, after_kill)
     for verdict in (live, after_kill):
-        assert set(verdict.culprits) == expected.culprits(VICTIM), verdict
+        assert set(verdict.culprits) == expected.culprits(VICTIM), (run, verdict)
