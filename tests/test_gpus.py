@@ -328,7 +328,10 @@ def test_a_hang_with_errors_of_the_gpu(recorded: Path, tmp_path: Path) -> None:
     verdict = judged(run, gpus)
     host = read_box(run / "rank0.box").meta["host"]
     assert gpu_lines(verdict) == [
-        f"  GPU 2 of host {host} (rank 2): Xid 79: the GPU has fallen off the bus",
+        (
+            f"  GPU 2 of host {host} (rank 2): Xid 79: the GPU has fallen off the bus, 2.2 s before"
+            " the last progress of the job"
+        ),
         f"  GPU 2 of host {host} (rank 2): uncorrected ECC errors: 2",
     ]
     assert (verdict.facts["gpus"][0]["xids"], verdict.facts["gpus"][0]["ecc_errors"]) == ([79], 2)

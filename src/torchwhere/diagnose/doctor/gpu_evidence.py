@@ -3,7 +3,8 @@
 Takes the samples that monitors saved (`gpus/`) and the ranks that a finding blames. A box names the
 device of its rank by UUID. Only samples from the time of the run count: before and after it a GPU
 is idle. A slowdown counts if it lasted for most of the last samples, and if the GPUs of other ranks
-run faster: under full load a power cap slows down all of them.
+run faster: under full load a power cap slows down all of them. `xids.py` says which Xid errors
+count.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ from typing import Any, NamedTuple
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.verdict import NO_FAULT, VerdictKind
+from torchwhere.diagnose.doctor.xids import (
+    CLEANUP,
+    OF_PROCESS,
+    SETTLE_NS,
+    SeenXid,
+    XidTimes,
+    may_be_own,
+)
 from torchwhere.gpus.samples import (
     Gpu,
     GpuSample,
@@ -32,7 +41,6 @@ from torchwhere.gpus.samples import (
 _MOST_RANKS = 4
 _MOST_DEVICES = 4  # of a rank
 _RECENT = 12  # samples
-_SETTLE_NS = 2_000_000_000  # after the last sign of life of a rank
 _SLOWER = 0.9  # of the clock of other GPUs
 _SILENT_S = 20.0  # four intervals without a sample
 # These always slow down a GPU. A power cap or a setting may be the same for all GPUs.
@@ -74,13 +82,20 @@ class GpuEvidence:
     sample: GpuSample | None
     slowdowns: tuple[str, ...]  # reasons, if they explain why it is slow
     others_mhz: int | None  # SM clock of the GPUs of other ranks
-    xids: tuple[int, ...]  # since the start of the run
+    xids: tuple[SeenXid, ...]  # those that may have to do with the fault
+    has_own_error: bool  # the rank reports an error of its device
     ecc_errors: int  # uncorrected, since the start of the monitor
     silent_s: float | None  # NVML did not answer for so long before the end
 
     @property
     def has_error(self) -> bool:
-        return bool(self.xids or self.ecc_errors)
+        return bool(self.ecc_errors) or any(xid.number != CLEANUP for xid in self.xids)
+
+    @property
+    def may_be_of_others(self) -> bool:
+        """Whether another process on this GPU may have caused an Xid error."""
+        is_of_process = any(xid.number in OF_PROCESS for xid in self.xids)
+        return is_of_process and bool(self.shared_with) and not self.has_own_error
 
     def to_dict(self) -> dict[str, Any]:
         sample = self.sample or GpuSample(0)
@@ -99,7 +114,9 @@ class GpuEvidence:
             "power_w": sample.power_w,
             "power_limit_w": sample.power_limit_w,
             "slowdowns": list(self.slowdowns),
-            "xids": list(self.xids),
+            "xids": [xid.number for xid in self.xids],
+            "xids_after_progress_s": [xid.after_progress_s for xid in self.xids],
+            "xids_may_be_of_others": self.may_be_of_others,
             "ecc_errors": self.ecc_errors,
             "silent_s": self.silent_s,
         }
@@ -115,7 +132,7 @@ def gpu_evidence(context: Context, finding: Finding) -> tuple[list[GpuEvidence],
     # The clocks of a device that is slow or hangs matter even if nothing is wrong with them.
     is_on_device = bool(finding.facts.get("on_device"))
     is_straggler = finding.kind is VerdictKind.STRAGGLER
-    gpus = RankGpus(context)
+    gpus = RankGpus(context, XidTimes.of(context, finding))
     evidence: list[GpuEvidence] = []
     unknown: list[UnknownGpu] = []
     for rank in finding.culprits or context.run.summaries:
@@ -134,6 +151,7 @@ class RankGpus:
     """The GPUs of all ranks of a run."""
 
     context: Context
+    xid_times: XidTimes
 
     def of(self, rank: int) -> Iterator[GpuEvidence | UnknownGpu]:
         """What is known about each device of a rank."""
@@ -167,19 +185,19 @@ class RankGpus:
         sample, slowdowns = _slowdown(samples, others_mhz)
         last_ns = samples[-1].t_ns if samples else None
         silent_s = (end_ns - last_ns) / 1e9 if last_ns is not None else None
+        sharing = tuple(other for other, used in ranks.items() if used is gpu and other != rank)
         eccs = [sample.ecc_uncorrected for sample in gpu.samples if sample.ecc_uncorrected]
         return GpuEvidence(
             rank=rank,
             host=host,
             gpu=gpu,
             is_instance=uuid in gpu.instances,
-            shared_with=tuple(
-                other for other, used in ranks.items() if used is gpu and other != rank
-            ),
+            shared_with=sharing,
             sample=sample,
             slowdowns=slowdowns,
             others_mhz=others_mhz,
-            xids=tuple(xid.number for xid in gpu.xids if xid.t_ns >= begin_ns),
+            xids=self.xid_times.seen(gpu, rank, (rank, *sharing)),
+            has_own_error=may_be_own(self.context, rank),
             ecc_errors=max(0, max(eccs, default=0) - (gpu.ecc_at_start or 0)),
             silent_s=silent_s if silent_s is not None and silent_s > _SILENT_S else None,
         )
@@ -199,7 +217,7 @@ class RankGpus:
 
 
 def _during(gpu: Gpu, begin_ns: int, end_ns: int) -> list[GpuSample]:
-    return [sample for sample in gpu.samples if begin_ns <= sample.t_ns <= end_ns + _SETTLE_NS][
+    return [sample for sample in gpu.samples if begin_ns <= sample.t_ns <= end_ns + SETTLE_NS][
         -_RECENT:
     ]
 

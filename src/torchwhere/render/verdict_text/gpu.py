@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.gpu_evidence import GpuEvidence, NoGpuData, UnknownGpu
+from torchwhere.diagnose.doctor.xids import SeenXid
 from torchwhere.gpus.nvml import Problem
 from torchwhere.gpus.samples import GpuSample
 
@@ -18,11 +19,12 @@ _REASONS = {
     "applications_clocks": "clocks set by an administrator",
     "sync_boost": "clocks held back by another GPU of its sync boost group",
 }
-# Names of the Xid errors that are most often the cause of a failure.
+# Names of the Xid errors that are most often the cause of a failure, and of one that never is.
 _XIDS = {
     13: "an exception in a kernel",
     31: "a page fault in a kernel",
     43: "a kernel failed",
+    45: "cleanup after a process was ended, a consequence",
     48: "a double-bit ECC error",
     63: "a memory row was remapped",
     64: "a memory row could not be remapped",
@@ -64,7 +66,7 @@ def unknown_gpu_text(unknown: Sequence[UnknownGpu]) -> list[str]:
 def _sentences(evidence: GpuEvidence) -> list[str]:
     kind = "MIG instance of GPU" if evidence.is_instance else "GPU"
     name = f"{kind} {evidence.gpu.index} of host {evidence.host} (rank {evidence.rank})"
-    sentences = [f"{name}: Xid {_xid_text(number)}" for number in dict.fromkeys(evidence.xids)]
+    sentences = [f"{name}: Xid {_xid_text(xid)}" for xid in _first_of_each(evidence.xids)]
     if evidence.ecc_errors:
         sentences.append(f"{name}: uncorrected ECC errors: {evidence.ecc_errors}")
     if evidence.silent_s is not None:
@@ -72,12 +74,28 @@ def _sentences(evidence: GpuEvidence) -> list[str]:
     if evidence.sample is not None and (evidence.slowdowns or not sentences):
         sentences.append(_clock_text(name, evidence, evidence.sample))
     if evidence.shared_with:
-        sentences.append(f"{name}: shared with {ranks_phrase(evidence.shared_with)}")
+        its = ranks_phrase(evidence.shared_with)
+        whose = f": the Xid error may be that of {its} or of another process"
+        sentences.append(f"{name}: shared with {its}{whose if evidence.may_be_of_others else ''}")
     return sentences
 
 
-def _xid_text(number: int) -> str:
-    return f"{number}: {_XIDS[number]}" if number in _XIDS else str(number)
+def _first_of_each(xids: Sequence[SeenXid]) -> Iterator[SeenXid]:
+    """The first error of each number."""
+    numbers: set[int] = set()
+    for xid in xids:
+        if xid.number not in numbers:
+            numbers.add(xid.number)
+            yield xid
+
+
+def _xid_text(xid: SeenXid) -> str:
+    """`31: a page fault in a kernel, 1.2 s after the last progress of the job`."""
+    text = f"{xid.number}: {_XIDS[xid.number]}" if xid.number in _XIDS else str(xid.number)
+    if xid.after_progress_s is None:
+        return text
+    side = "after" if xid.after_progress_s >= 0 else "before"
+    return f"{text}, {abs(xid.after_progress_s):.1f} s {side} the last progress of the job"
 
 
 def _clock_text(name: str, evidence: GpuEvidence, sample: GpuSample) -> str:
