@@ -18,13 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.device import device_lanes
-from torchwhere.core.device_place import CallState, DevicePlace
+from torchwhere.core.device_place import DevicePlace
 from torchwhere.core.place import Place
 from torchwhere.core.stall import ENDED_AGAIN, wait_limit_s
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.finding import CallRef
-from torchwhere.diagnose.doctor.reached import first_unreached, has_reached, last_reached
+from torchwhere.diagnose.doctor.reached import (
+    first_unreached,
+    has_passed,
+    has_reached,
+    last_reached,
+)
 from torchwhere.diagnose.doctor.timing import Timing
 
 _ASKED = 16  # of the longest earlier times, for how long another rank was late
@@ -42,6 +47,7 @@ class StalledDevice(NamedTuple):
     waits_in: CallRef | None  # the first collective that another rank holds up
     waits_for: tuple[int, ...]  # the ranks that hold it up
     may_wait_for: tuple[int, ...] = ()  # ranks without data that may hold it up
+    may_wait_in: CallRef | None = None  # the first collective that they may hold up
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,13 @@ class DeviceStalls:
         rank_calls = self.job_calls.by_rank[device.rank]
         holding_up = {call: tuple(self._holding_up(call)) for call in device.reached}
         held_up = [self._first_open(call, ranks) for call, ranks in holding_up.items() if ranks]
-        unseen = [rank for call in device.reached for rank in self._unseen(rank_calls, call)]
+        unseen = {call: self._unseen(rank_calls, call) for call in device.reached}
+        may_be_held_up = [call for call, ranks in unseen.items() if ranks]
         return device._replace(
-            waits_in=min(held_up, key=lambda call: rank_calls.order(*call[:2]), default=None),
+            waits_in=_first(rank_calls, held_up),
             waits_for=tuple(sorted(set().union(*holding_up.values()))),
-            may_wait_for=tuple(sorted(set(unseen))),
+            may_wait_for=tuple(sorted(set().union(*unseen.values()))),
+            may_wait_in=_first(rank_calls, may_be_held_up),
         )
 
     def _behind_another(self, device: StalledDevice, blocked: Collection[int]) -> StalledDevice:
@@ -186,7 +194,7 @@ class DeviceStalls:
         """
         members = self.job_calls.members(call.key)
         unseen = [rank for rank in members if not self.job_calls.has_data(rank)]
-        if not unseen or _has_passed(rank_calls, call):
+        if not unseen or has_passed(rank_calls, call.key, call.number):
             return []
         others = (self.job_calls.by_rank[rank] for rank in members if rank not in unseen)
         later = (
@@ -221,14 +229,8 @@ def hangs_between(rank_calls: RankCalls) -> DevicePlace | None:
     return state.device_place
 
 
-def _has_passed(rank_calls: RankCalls, call: CallRef) -> bool:
-    """Whether the device of a rank has completed the collective that it has reached last: a mark
-    after it is known to be reached."""
-    state = rank_calls.rank_summary.device
-    if state is None or rank_calls.is_async(call.key, call.number) is not False:
-        return False
-    last = state.device_place.collective
-    return last is None or last.state is CallState.DONE
+def _first(rank_calls: RankCalls, calls: Sequence[CallRef]) -> CallRef | None:
+    return min(calls, key=lambda call: rank_calls.order(*call[:2]), default=None)
 
 
 def _pending(rank_calls: RankCalls) -> StalledDevice | None:

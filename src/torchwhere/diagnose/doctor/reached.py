@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchwhere.blackbox.device import device_times
+from torchwhere.blackbox.device import device_lane_numbers, device_lanes, device_times
+from torchwhere.blackbox.replays import NO_ROW, replay_rows
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
@@ -35,6 +36,28 @@ def is_only_issued(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
         return False
     at = calls.at(number)
     return at is not None and bool(np.isin(calls.records()[: at + 1], state.unreached).any())
+
+
+def has_passed(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
+    """Whether the device of a rank is known to have completed a call: its end is known, or the
+    stream of the call has reached a later mark.
+
+    A later mark of another stream shows nothing: it need not wait for the call.
+    """
+    box, is_async = rank_calls.box, rank_calls.is_async(key, number)
+    if box is None or is_async is not False:
+        return False
+    row = int(np.searchsorted(box.records["number"], rank_calls.order(key, number)))
+    if row >= len(box.records):
+        return False
+    replay = int(replay_rows(box)[row])
+    row = row if replay == NO_ROW else replay  # of a CUDA graph, only the replay has marks
+    reached_ns, done_ns = (int(times[row]) for times in device_times(box))
+    if done_ns or not reached_ns:
+        return done_ns > 0
+    lanes, lane = device_lanes(box), int(device_lane_numbers(box)[row])
+    lane = 0 if len(lanes) == 1 else lane
+    return 0 <= lane < len(lanes) and lanes[lane].t_ns > reached_ns
 
 
 def last_reached(rank_calls: RankCalls) -> Iterator[CallRef]:

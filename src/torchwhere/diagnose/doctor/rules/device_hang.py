@@ -52,7 +52,7 @@ def find_device_hang(context: Context) -> Finding | None:
         return None
     blocked = [device for device in stalls.blocked() if not device.may_wait_for]
     unclear = [
-        device._replace(waits_in=device.reached[0])
+        device._replace(waits_in=device.may_wait_in)
         for device in stalls.blocked()
         if device.may_wait_for
     ]
