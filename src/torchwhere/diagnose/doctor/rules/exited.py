@@ -123,6 +123,7 @@ def _exited(
         bool(ranks)
         and not set(ranks) & set(context.incomplete)
         and not any(map(context.exits.crashed_in_collective, ranks))
+        and not _may_be_usual(context, ranks, wait)
     )
     return Finding(
         VerdictKind.DEAD,
@@ -132,6 +133,13 @@ def _exited(
         certainty=certainty if is_sure else Certainty.INFERRED,
         facts=_device_errors(context, ranks),
     )
+
+
+def _may_be_usual(context: Context, ranks: list[int], wait: Wait | None) -> bool:
+    """Whether ranks have finished that others wait for, and one of their group has no data: if it
+    has finished too, the ranks that wait may have done too much."""
+    no_data = wait is not None and wait.no_data
+    return bool(no_data) and all(_has_finished(context, rank) for rank in ranks)
 
 
 def _device_errors(context: Context, ranks: list[int]) -> dict[str, object]:
@@ -191,7 +199,7 @@ def find_extra_call(context: Context) -> Finding | None:
     """
     finished = awaited(context.waits)
     wait = context.first_wait_for(finished)
-    if wait is None or wait.no_data or not all(_has_finished(context, rank) for rank in finished):
+    if wait is None or not all(_has_finished(context, rank) for rank in finished):
         return None
     ranks = tuple(sorted(other.rank for other in waiting_for(context.waits, finished)))
     if len(ranks) >= len(finished):
@@ -201,6 +209,7 @@ def find_extra_call(context: Context) -> Finding | None:
         ExtraCall(ranks, tuple(finished), wait),
         culprits=ranks,
         call=CallRef.of(wait),
+        certainty=exact_if(not wait.no_data),
         stalled_s=context.timing.waited_s(wait),
     )
 
