@@ -11,6 +11,7 @@ later, was first.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -183,13 +184,18 @@ class Exits(RankExits):
         processes share a device through MPS, the end of one of them may make the others fail.
 
         Process states do not count: the driver may keep a killed process for longer than the
-        others need to fail.
+        others need to fail. Only of a rank without a box they are all that is known: it may have
+        used a device that several ranks share.
         """
-        failed_ns = min(self.failed_ns([rank]), default=0)
-        return any(
-            self.last_record_ns(other) <= failed_ns and self._vanished(other)
-            for other in self._on_same_device(rank)
-        )
+        failed_ns, sharing = min(self.failed_ns([rank]), default=0), self.on_same_device(rank)
+        if any(self.last_record_ns(own) <= failed_ns and self._vanished(own) for own in sharing):
+            return True
+        killed_ns = [
+            status.gone_ns or _NEVER
+            for other, status in self.statuses.items()
+            if other not in self.by_rank and status.exit_code == -signal.SIGKILL
+        ]
+        return bool(sharing) and min(killed_ns, default=_NEVER) <= failed_ns + SAME_EXIT_NS
 
     def _vanished(self, rank: int) -> bool:
         """Whether a process left no exit record, and nothing shows why it exited."""
@@ -202,7 +208,7 @@ class Exits(RankExits):
             and not self._aborted_unexplained(rank)
         )
 
-    def _on_same_device(self, rank: int) -> list[int]:
+    def on_same_device(self, rank: int) -> list[int]:
         """The other ranks whose boxes name a device of this rank."""
         own = self._devices.get(rank, frozenset())
         return [

@@ -9,7 +9,7 @@ from torchwhere.core.grouping import grouped
 from torchwhere.core.place import Certainty
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.exit_records import survived_exception
+from torchwhere.diagnose.doctor.exit_records import ExitReason, survived_exception
 from torchwhere.diagnose.doctor.exits import Reaction
 from torchwhere.diagnose.doctor.rules.exited import (
     ExitedBeforeOthers,
@@ -185,6 +185,10 @@ def _exits_text(context: Context, ranks: Sequence[int]) -> list[str]:
 def _exit_lines(context: Context, rank: int) -> tuple[str, ...]:
     rank_calls = context.by_rank.get(rank)
     if rank_calls is None:
+        code = context.status(rank).exit_code
+        if code is not None and code < 0:
+            killed = exit_text(ExitReason(exit_code=code))
+            return (f"may have exited first: {killed}, and it left no readable box.",)
         return (
             (
                 "may have exited first: the others report that a peer closed the connection, and it"

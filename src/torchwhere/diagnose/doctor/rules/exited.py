@@ -118,12 +118,15 @@ def _exited(
     *,
     certainty: Certainty = Certainty.EXACT,
 ) -> Finding:
+    if _is_shared_failure(context, ranks):
+        ranks, failed = [], ranks
     wait = context.first_wait_for(ranks)
     is_sure = (
         bool(ranks)
         and not set(ranks) & set(context.incomplete)
         and not any(map(context.exits.crashed_in_collective, ranks))
         and not _may_be_usual(context, ranks, wait)
+        and not _may_share_a_failure(context, ranks)
     )
     return Finding(
         VerdictKind.DEAD,
@@ -135,11 +138,28 @@ def _exited(
     )
 
 
+def _is_shared_failure(context: Context, ranks: list[int]) -> bool:
+    """Whether the devices of ranks that share one all failed, and there is no data for a rank: it
+    may have been killed before. If ranks share a device through MPS, all of them fail then."""
+    exits = context.exits
+    failed = [rank for rank in ranks if rank in context.by_rank and exits.device_error(rank)]
+    is_shared = any(not set(failed).isdisjoint(exits.on_same_device(rank)) for rank in failed)
+    return bool(context.no_data) and is_shared
+
+
 def _may_be_usual(context: Context, ranks: list[int], wait: Wait | None) -> bool:
     """Whether ranks have finished that others wait for, and one of their group has no data: if it
     has finished too, the ranks that wait may have done too much."""
     no_data = wait is not None and wait.no_data
     return bool(no_data) and all(_has_finished(context, rank) for rank in ranks)
+
+
+def _may_share_a_failure(context: Context, ranks: list[int]) -> bool:
+    """Whether the device of a rank failed that others share, and a rank has no data."""
+    exits = context.exits
+    return bool(context.no_data) and any(
+        exits.device_error(rank) and exits.on_same_device(rank) for rank in ranks
+    )
 
 
 def _device_errors(context: Context, ranks: list[int]) -> dict[str, object]:
