@@ -25,7 +25,7 @@ import numpy.typing as npt
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
-from torchwhere.diagnose.calls.stream_calls import CallWindow, StreamCalls
+from torchwhere.diagnose.calls.stream_calls import CallWindow
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
 from torchwhere.diagnose.doctor.lateness import (
     CpuContention,
@@ -37,6 +37,7 @@ from torchwhere.diagnose.doctor.lateness import (
 )
 from torchwhere.diagnose.doctor.lost_between import Moment, lost_between
 from torchwhere.diagnose.doctor.stack_samples import SampledPlace
+from torchwhere.diagnose.doctor.waits_elsewhere import may_have_waited_ns, waited_ns
 
 _ROUNDS = 50  # examined at the end of the run; then twice as many, and so on
 _COST = 0.15  # share of the job's time; less is not reported
@@ -55,8 +56,6 @@ _CHANCE = 1e-5  # of a false alarm, if all ranks are late equally often
 _MOST_OF_IT = 0.8  # of all lost time: the larger delays
 _PAUSE = 4  # times as long as usual between two delays: after that, lateness counts as new
 _ASKED = 16  # delays of a rank that are checked for another cause
-
-CameNs = Callable[[RankCalls, StreamKey, int], int]  # when a rank came to a call; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,9 +318,10 @@ def _since(late: _Late) -> int:
 
 def _is_dragged(job_calls: JobCalls, late: _Late, row: int) -> bool:
     """Whether a rank was late because it waited for another rank, in another group or for a
-    message."""
+    message. If that rank has no data, a wait as long as this one was late is possible."""
     window, losses = late.window, late.lost
-    others = [other for other in range(len(window.ranks)) if other not in late.rows][:_ASKED]
+    in_time = [other for other in range(len(window.ranks)) if other not in late.rows]
+    in_time_ranks, others = [window.ranks[other] for other in in_time], in_time[:_ASKED]
     columns = [
         column
         for column in losses.latest(row, np.flatnonzero(late.is_late)[-_ASKED:])
@@ -330,40 +330,16 @@ def _is_dragged(job_calls: JobCalls, late: _Late, row: int) -> bool:
     came_ns = RankCalls.issued_ns if losses.late_issue is None else RankCalls.reached_ns
     dragged = 0
     for column in columns:
-        waited_ns = _waited_ns(job_calls, window, row, column, came_ns)
+        own_ns = waited_ns(job_calls, window, row, column, came_ns)
         lost_ns = float(losses.calls[row, int(np.searchsorted(losses.columns, column))])
-        if waited_ns >= lost_ns / 2:  # unless the others waited as long and still came in time
-            waited_ns -= float(
+        if own_ns >= lost_ns / 2:  # unless the others waited as long and still came in time
+            own_ns -= float(
                 np.median(
-                    [_waited_ns(job_calls, window, other, column, came_ns) for other in others]
+                    [waited_ns(job_calls, window, other, column, came_ns) for other in others]
                 )
             )
-        dragged += waited_ns >= lost_ns / 2
+        unseen_ns = may_have_waited_ns(
+            job_calls, window, row, column, came_ns, in_time=in_time_ranks
+        )
+        dragged += max(own_ns, unseen_ns) >= lost_ns / 2
     return 2 * dragged > len(columns)
-
-
-def _waited_ns(
-    job_calls: JobCalls, window: CallWindow, row: int, column: int, came_ns: CameNs
-) -> float:
-    """The longest possible wait of a rank in other streams since its previous call in this one."""
-    number, own, rank = window.first + column, window.calls[row], window.ranks[row]
-    span, rank_calls = (own.record(number - 1), own.record(number)), job_calls.by_rank[rank]
-    waited = 0
-    for key, calls in rank_calls.calls.items():
-        for number in _between(calls, span) if key != window.key else ():
-            others = [job_calls.by_rank[other] for other in _others(job_calls, key, rank)]
-            last_ns = max((came_ns(other, key, number) for other in others), default=0)
-            own_ns = came_ns(rank_calls, key, number)
-            waited += max(0, last_ns - own_ns) if own_ns else 0
-    return waited
-
-
-def _others(job_calls: JobCalls, key: StreamKey, rank: int) -> Iterator[int]:
-    members = job_calls.members(key)
-    return (other for other in members if other != rank and other in job_calls.by_rank)
-
-
-def _between(calls: StreamCalls, span: tuple[int, int]) -> range:
-    """The numbers of a stream that were issued between two records."""
-    low, high = np.searchsorted(calls.records(), span, side="right").tolist()
-    return range(calls.first + low, calls.first + high)
