@@ -149,9 +149,9 @@ def test_late_now_and_then(tmp_path: Path) -> None:
     )
 
 
-def test_dragged_along(tmp_path: Path) -> None:
-    """A rank that waits for a slow rank in one group, and is therefore late in another, is not
-    blamed."""
+def write_pairs_and_rows(folder: Path) -> None:
+    """Write a job in which rank 3 is slow, rank 2 waits for it, and rank 0 waits for rank 2 in
+    another group."""
 
     def program(rank: int) -> list[Act]:
         pair, row = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
@@ -165,7 +165,37 @@ def test_dragged_along(tmp_path: Path) -> None:
         ]
         return step * STEPS
 
+    Player([program(rank) for rank in WORLD]).play().write(folder, [Skew()] * 4, ["node0"] * 4)
+
+
+def test_dragged_along(tmp_path: Path) -> None:
+    """A rank that waits for a slow rank in one group, and is therefore late in another, is not
+    blamed."""
+    write_pairs_and_rows(tmp_path)
+    late = straggler(calls_of_run(read_run(tmp_path)))
+    assert late is not None
+    assert late.ranks == (3,)
+
+
+@pytest.mark.parametrize(("lost", "ranks"), [(0, (3,)), (1, (3,)), (3, ())])
+def test_a_lost_box(tmp_path: Path, lost: int, ranks: tuple[int, ...]) -> None:
+    """A rank that may have waited for a rank without a box in another group is not blamed; the slow
+    rank is, if its own groups show that it was late."""
+    write_pairs_and_rows(tmp_path)
+    (tmp_path / f"rank{lost}.box").unlink()
+    late = straggler(calls_of_run(read_run(tmp_path)))
+    assert (late.ranks if late is not None else ()) == ranks
+
+
+def test_a_lost_box_of_a_group_of_both(tmp_path: Path) -> None:
+    """A call with a rank without a box is no excuse if a rank that came in time was in it too."""
+
+    def program(rank: int) -> list[Act]:
+        pair, slow = (rank // 2 * 2, rank // 2 * 2 + 1), SLOW_NS * (rank == 3)
+        return [mark(Kind.STEP_BEGIN), call(WORLD), work(USUAL_NS + slow), call(pair)] * STEPS
+
     Player([program(rank) for rank in WORLD]).play().write(tmp_path, [Skew()] * 4, ["node0"] * 4)
+    (tmp_path / "rank0.box").unlink()
     late = straggler(calls_of_run(read_run(tmp_path)))
     assert late is not None
     assert late.ranks == (3,)

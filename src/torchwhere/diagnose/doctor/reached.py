@@ -9,6 +9,7 @@ import numpy as np
 
 from torchwhere.blackbox.device import device_lane_numbers, device_lanes, device_times
 from torchwhere.blackbox.replays import NO_ROW, replay_rows
+from torchwhere.core.device_place import CallState
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
@@ -44,9 +45,15 @@ def has_passed(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
 
     A later mark of another stream shows nothing: it need not wait for the call.
     """
-    box, is_async = rank_calls.box, rank_calls.is_async(key, number)
-    if box is None or is_async is not False:
+    if rank_calls.is_async(key, number) is not False:
         return False
+    box = rank_calls.box
+    if box is None:  # only a snapshot: it has the last mark of all streams
+        state = rank_calls.rank_summary.device
+        last = None if state is None else state.device_place.collective
+        if last is None or last.group != rank_calls.shared_ids.group(key).title:
+            return False
+        return (last.number, last.state) == (number, CallState.DONE)
     row = int(np.searchsorted(box.records["number"], rank_calls.order(key, number)))
     if row >= len(box.records):
         return False

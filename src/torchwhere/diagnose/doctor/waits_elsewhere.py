@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 
+from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import device_times
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
@@ -42,18 +44,51 @@ def may_have_waited_ns(
     *,
     in_time: Collection[int],
 ) -> float:
-    """The longest possible wait of a rank for ranks without data: since its first call with one of
-    them. A call with a rank that came in time is no excuse, because that rank waited as long."""
+    """The longest possible wait of a rank for ranks without data. A call with a rank that came in
+    time is no excuse, because that rank waited as long."""
     rank_calls = job_calls.by_rank[window.ranks[row]]
     calls = list(_in_other_streams(job_calls, window, row, column))
     lost = {key: _lost_members(job_calls, key, in_time) for key in {key for key, _ in calls}}
-    times = (
-        came_ns(rank_calls, key, number)
+    unseen = [
+        (key, number)
         for key, number in calls
         if not all(_has_issued(job_calls, member, key, number) for member in lost[key])
-    )
+    ]
     until_ns = came_ns(rank_calls, window.key, window.first + column)
-    return max(0, until_ns - min(filter(None, times), default=until_ns))
+    ends_ns = _ends_ns(rank_calls, unseen, until_ns)
+    began_ns = [came_ns(rank_calls, *call) or until_ns for call in unseen]
+    return sum(max(0, end - began) for began, end in zip(began_ns, ends_ns, strict=True))
+
+
+def _ends_ns(
+    rank_calls: RankCalls, calls: list[tuple[StreamKey, int]], until_ns: int
+) -> Iterator[int]:
+    """The latest time at which each call of a rank was done, at most a given one: when its device
+    was known to be done with it, or its thread recorded something else after a blocking call."""
+    box = rank_calls.box if calls else None
+    done_ns = device_times(box)[1] if box is not None else ()
+    for key, number in calls:
+        end_ns, row = 0, _row(box, rank_calls.order(key, number))
+        if box is not None and row is not None:
+            if rank_calls.is_on_device(key, number):
+                end_ns = int(done_ns[row])
+            elif rank_calls.is_async(key, number) is False:
+                end_ns = _next_ns(box, row)
+        yield min(until_ns, box.wall_ns(end_ns)) if box is not None and end_ns else until_ns
+
+
+def _row(box: Box | None, record: int) -> int | None:
+    """The index of a record in a box; None if the box does not have it."""
+    numbers = box.records["number"] if box is not None else np.empty(0, np.int64)
+    row = int(np.searchsorted(numbers, record))
+    return row if row < len(numbers) and int(numbers[row]) == record else None
+
+
+def _next_ns(box: Box, row: int) -> int:
+    """When the thread of a record wrote the next one; 0 if it did not."""
+    thread, after = box.records["thread"][row], box.records[row + 1 :]
+    own = np.flatnonzero(after["thread"] == thread)
+    return int(after["t_ns"][own[0]]) if len(own) else 0
 
 
 def _lost_members(job_calls: JobCalls, key: StreamKey, in_time: Collection[int]) -> list[int]:
