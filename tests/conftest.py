@@ -66,6 +66,8 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     before = leaks.snapshot()
     yield
+    if request.node.get_closest_marker("checks_itself") is None:
+        leaks.wait_for_threads(before)
     left = leaks.differences(before, leaks.snapshot())
     gc.freeze()  # the snapshots of the next test collect only new objects, and not for 0.1 to 0.7 s
     assert not left or request.node.get_closest_marker("checks_itself"), f"left behind: {left}"

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -71,11 +72,7 @@ def snapshot() -> dict[str, Any]:
         "modes": torch._C._len_torch_dispatch_stack(),
         "import hooks": [type(finder).__name__ for finder in sys.meta_path],
         "compile callbacks": _compile_callbacks(),
-        "threads": sorted(
-            thread.name
-            for thread in threading.enumerate()
-            if not thread.name.startswith(_THREADS_OF_OTHERS)
-        ),
+        "threads": _threads(),
         "signal handlers": [
             _handler(number)
             for number in (signal.SIGBUS, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV)
@@ -143,6 +140,22 @@ def _boxes_open() -> list[str]:
     with open("/proc/self/maps") as maps:
         found += [line.split()[-1] for line in maps if line.rstrip().endswith(".box")]
     return found
+
+
+def _threads() -> list[str]:
+    return sorted(
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.name.startswith(_THREADS_OF_OTHERS)
+    )
+
+
+def wait_for_threads(before: dict[str, Any], *, most_s: float = 5.0) -> None:
+    """Wait for new threads that are about to end. A DataLoader does not wait for the threads that
+    feed its workers."""
+    deadline = time.monotonic() + most_s
+    while Counter(_threads()) - Counter(before["threads"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
