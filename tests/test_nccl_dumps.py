@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -58,15 +59,27 @@ TABLE: dict[str, tuple[tuple[str, tuple[int, ...]] | None, ...]] = {
     "extra": (MISMATCH, MISMATCH, MISMATCH, MISMATCH),
     "skipped": (MISMATCH, MISMATCH, MISMATCH, MISMATCH),
 }
-FOLDERS = [
-    (job, kind, verdict)
-    for job, verdicts in TABLE.items()
-    for kind, verdict in zip(KINDS, verdicts, strict=True)
-    if verdict is not None
-]
-each_folder = pytest.mark.parametrize(
-    ("job", "kind", "expected"), FOLDERS, ids=[f"{job}-{kind}" for job, kind, _ in FOLDERS]
-)
+
+
+def recorded_folders(
+    table: Mapping[str, Sequence[Any]], kinds: Sequence[str]
+) -> list[tuple[str, str, Any]]:
+    """Job, kind and verdict of each folder of dumps that was recorded."""
+    return [
+        (job, kind, verdict)
+        for job, verdicts in table.items()
+        for kind, verdict in zip(kinds, verdicts, strict=True)
+        if verdict is not None
+    ]
+
+
+def for_each(folders: Sequence[tuple[str, str, Any]]) -> pytest.MarkDecorator:
+    ids = [f"{job}-{kind}" for job, kind, _ in folders]
+    return pytest.mark.parametrize(("job", "kind", "expected"), folders, ids=ids)
+
+
+FOLDERS = recorded_folders(TABLE, KINDS)
+each_folder = for_each(FOLDERS)
 each_job = pytest.mark.parametrize("job", TABLE)
 
 

@@ -16,7 +16,16 @@ import pytest
 
 from nccl_jobs import JOBS
 from test_derived_dumps import with_completed
-from test_nccl_dumps import OTHERS, VICTIM, Dump, conclusion, diagnosed, read
+from test_nccl_dumps import (
+    OTHERS,
+    VICTIM,
+    Dump,
+    conclusion,
+    diagnosed,
+    for_each,
+    read,
+    recorded_folders,
+)
 from test_nccl_runs import unpacked
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.flight_recorder.verdict import consult_dumps
@@ -55,15 +64,8 @@ TABLE: dict[str, tuple[Expected | None, ...]] = {
     "destroy_with_pending_work": (UNKNOWN, PARTIAL, None),
 }
 KINDS = ("all", "active", "watchdog")
-FOLDERS = [
-    (job, kind, verdict)
-    for job, verdicts in TABLE.items()
-    for kind, verdict in zip(KINDS, verdicts, strict=True)
-    if verdict is not None
-]
-each_folder = pytest.mark.parametrize(
-    ("job", "kind", "expected"), FOLDERS, ids=[f"{job}-{kind}" for job, kind, _ in FOLDERS]
-)
+FOLDERS = recorded_folders(TABLE, KINDS)
+each_folder = for_each(FOLDERS)
 NO_HANG_SHOWN = "The dumps do not show a hang: the job may be progressing."
 ONLY_SLOW = (
     "If the job still progressed when the dumps were written, the device of rank 2 is only slow."
